@@ -1,0 +1,1 @@
+"""What runs remotely: shard actors, engines, warmups, layout signatures."""

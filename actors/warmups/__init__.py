@@ -1,0 +1,1 @@
+"""The ReplaySSM warmups: plain functions over the runner protocol."""

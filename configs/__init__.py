@@ -1,0 +1,1 @@
+"""Typed configuration, presets and model geometry. Imports nothing heavy."""

@@ -1,0 +1,1 @@
+"""The driver: commands, run state machine, placement, dedup, report."""
