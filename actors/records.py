@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+Device = Literal["cpu", "cuda"]
 Family = Literal["gdn", "mamba2", "attention"]
 WarmupState = Literal["done", "skipped", "failed"]
 
@@ -37,3 +39,125 @@ class WarmupOutcome:
     state: WarmupState
     reason: str | None = None
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIdentity:
+    """Which shard of which run an actor is. `rank = pp_rank * tp + tp_rank`, as vLLM numbers its workers."""
+
+    run_id: str
+    rank: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlace:
+    """Where a shard runs. `device_name` and `gpu_ids` are for people; only `arch` enters signatures."""
+
+    rank: int
+    node_id: str
+    address: str
+    pid: int
+    device: Device
+    device_name: str
+    gpu_ids: tuple[str, ...]
+    arch: str
+    log_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEvent:
+    """One phase of one rank, as the executor saw it. `seconds` is None while it runs; `at` is Unix time in seconds."""
+
+    rank: int
+    phase: str
+    at: float
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """Why a run cannot go on: the rank (None: the engine itself), its stage and phase, one line, and the traceback."""
+
+    rank: int | None
+    stage: int | None
+    phase: str
+    error: str
+    traceback: str = ""
+    exit_code: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What the engine host starts: vLLM engine arguments and, for random weights, the Hugging Face configuration.
+
+    `model` is a hub id or directory when the real weights are loaded; otherwise `hf_config` is written to a directory
+    of the host and `model` only names it. `args` are `vllm.EngineArgs` fields; `optional_args` are dropped where the
+    installed vLLM has no such field. `hold_timeout` bounds the hold before `compile_or_warm_up_model`, in seconds.
+    """
+
+    model: str
+    hf_config: Mapping[str, Any] | None
+    device: Device
+    tp: int
+    pp: int
+    args: Mapping[str, Any]
+    optional_args: Mapping[str, Any]
+    hold_timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayouts:
+    """Every cache layout of one rank and the number of cache blocks (slots) it was given."""
+
+    rank: int
+    layers: tuple[LayerLayout, ...]
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What the engine host has seen since the event number that was asked for."""
+
+    events: tuple[PhaseEvent, ...]
+    held: tuple[RankLayouts, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """One compilation that a monitor saw: the compiler, what happened, and the kernel's name."""
+
+    backend: str
+    event: str
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request of the verification pass, in tokens."""
+
+    prompt_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuInfo:
+    """One GPU of a node: `memory` in bytes, `arch` as compilers name it (`sm_90a`)."""
+
+    name: str
+    arch: str
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What one node has, read without importing torch or vLLM. `versions` maps a package to its version, if installed."""
+
+    node_id: str
+    address: str
+    hostname: str
+    cores: int
+    gpus: tuple[GpuInfo, ...]
+    versions: Mapping[str, str]

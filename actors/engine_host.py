@@ -1,0 +1,118 @@
+"""The engine host actor: runs vLLM's engine (scheduler and start-up order) over a run's shards."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from replayssm_orch.actors.rank_log import redirect_output
+from replayssm_orch.actors.records import EngineSpec, EngineStatus, PhaseEvent, RankFailure, RankLayouts, Request
+
+
+class EngineHost:
+    """Holds one vLLM engine. A threaded actor: `status` and `release` answer while `start` runs."""
+
+    def __init__(self, run_id: str) -> None:
+        self._log_path = redirect_output(run_id, "engine")
+        self._events: list[PhaseEvent] = []
+        self._held: tuple[RankLayouts, ...] | None = None
+        self._released = threading.Event()
+        self._engine: Any = None
+
+    def log_path(self) -> str:
+        """This actor's log on its node."""
+        return self._log_path
+
+    def start(self, spec: EngineSpec, shards: Sequence[Any]) -> tuple[str, ...] | RankFailure:
+        """Bring the engine up in vLLM's own order, holding before its warm-up until `release`.
+
+        Returns notes for the report (optional arguments that this vLLM does not know), or why it failed.
+        """
+        try:
+            return self._start(spec, tuple(shards))
+        except BaseException as error:
+            return _failure(error)
+
+    def _start(self, spec: EngineSpec, shards: tuple[Any, ...]) -> tuple[str, ...]:
+        from replayssm_orch.actors import vllm_adapter
+
+        vllm_adapter.require_vllm(spec.device)
+        args, dropped = vllm_adapter.engine_arguments(spec.args, spec.optional_args)
+        from vllm import LLM
+
+        from replayssm_orch.actors import executor
+
+        def hold() -> None:
+            self._held = tuple(_layouts(shards))
+            if not self._released.wait(spec.hold_timeout):
+                raise TimeoutError(f"the hold before {executor.HOLD_BEFORE} was not released in {spec.hold_timeout} s")
+
+        executor.attach(executor.Attachment(shards=shards, tp=spec.tp, on_event=self._events.append, hold=hold))
+        with tempfile.TemporaryDirectory(prefix="replayssm-orch-model-") as directory:
+            model = spec.model
+            if spec.hf_config is not None:
+                model = directory
+                Path(directory, "config.json").write_text(json.dumps(dict(spec.hf_config)))
+            self._engine = LLM(
+                model=model,
+                tensor_parallel_size=spec.tp,
+                pipeline_parallel_size=spec.pp,
+                distributed_executor_backend=executor.ShardExecutor,
+                **args,
+            )
+        return tuple(f"engine argument {name} is unknown to this vLLM and was left out" for name in dropped)
+
+    def status(self, since: int) -> EngineStatus:
+        """Phase events from number `since` on, and every rank's layouts once the engine is held."""
+        return EngineStatus(events=tuple(self._events[since:]), held=self._held)
+
+    def release(self) -> None:
+        """End the hold: vLLM goes on to its warm-up and graph capture."""
+        self._released.set()
+
+    def serve(self, requests: Sequence[Request]) -> int | RankFailure:
+        """Serve the requests as one batch with greedy sampling; returns the number of tokens that came out."""
+        try:
+            from vllm import SamplingParams
+
+            outputs = self._engine.generate(
+                [{"prompt_token_ids": list(range(1, request.prompt_tokens + 1))} for request in requests],
+                [
+                    SamplingParams(temperature=0.0, max_tokens=r.max_tokens, ignore_eos=True, detokenize=False)
+                    for r in requests
+                ],
+                use_tqdm=False,
+            )
+        except BaseException as error:
+            return _failure(error)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def _layouts(shards: tuple[Any, ...]) -> list[RankLayouts]:
+    import ray
+
+    layouts: list[RankLayouts] = ray.get([shard.layouts.remote() for shard in shards])
+    return layouts
+
+
+def _failure(error: BaseException) -> RankFailure:
+    """The failure of a rank where one is the cause, else the engine's own."""
+    seen: BaseException | None = error
+    while seen is not None:
+        failure = getattr(seen, "failure", None)
+        if isinstance(failure, RankFailure):
+            return failure
+        seen = seen.__cause__ or seen.__context__
+    return RankFailure(
+        rank=None,
+        stage=None,
+        phase="engine start",
+        error=f"{type(error).__name__}: {error}".splitlines()[0],
+        traceback="".join(traceback.format_exception(error)),
+        exit_code=int(getattr(error, "exit_code", 1)),
+    )

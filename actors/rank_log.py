@@ -1,0 +1,41 @@
+"""Each actor's own log file on its node, complete also when the process dies."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+
+def log_directory(run_id: str) -> Path:
+    """Where the actors of a run write their logs on each node until the driver has collected them."""
+    return Path(tempfile.gettempdir()) / f"replayssm-orch-{os.getuid()}" / run_id
+
+
+def redirect_output(run_id: str, name: str) -> str:
+    """Send this process's standard output and error, C libraries' too, to `name`.log; returns the file's path."""
+    directory = log_directory(run_id)
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = directory / f"{name}.log"
+    target = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    # Ray replaced sys.stdout by a writer of its own per-worker file: bring Python's streams back to the descriptors.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    return str(path)
+
+
+def read_log(path: str, limit: int) -> bytes:
+    """The last `limit` bytes of a log on this node; empty if there is none."""
+    try:
+        with open(path, "rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - limit))
+            return log.read()
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,76 @@
+"""The shard actor: one rank's part of the model, driven by vLLM's own worker."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from replayssm_orch.actors.rank_log import redirect_output
+from replayssm_orch.actors.records import Compilation, RankLayouts, ShardIdentity, ShardPlace
+
+
+class Shard:
+    """Owns one vLLM worker process: created empty, then brought up by the executor's calls."""
+
+    def __init__(self, identity: ShardIdentity) -> None:
+        self._log_path = redirect_output(identity.run_id, f"rank-{identity.rank}")
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+        from replayssm_orch.actors.vllm_adapter import CompilationMonitor
+
+        self._identity = identity
+        self._worker = WorkerWrapperBase(rpc_rank=identity.rank, global_rank=identity.rank)
+        self._monitor = CompilationMonitor()
+
+    def place(self) -> ShardPlace:
+        """Where this shard runs."""
+        import ray
+
+        from replayssm_orch.actors.vllm_adapter import device_identity
+
+        context = ray.get_runtime_context()
+        device, device_name, arch = device_identity()
+        return ShardPlace(
+            rank=self._identity.rank,
+            node_id=context.get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            device=device,
+            device_name=device_name,
+            gpu_ids=tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ())),
+            arch=arch,
+            log_path=self._log_path,
+        )
+
+    def rendezvous(self) -> str:
+        """An init method for torch.distributed on this shard's node, which rank 0 will serve."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return f"tcp://{ray.util.get_node_ip_address()}:{port}"
+
+    def call(self, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """One of vLLM's worker RPCs: a method name or a callable that takes the worker (vLLM's `collective_rpc`)."""
+        from vllm.v1.outputs import AsyncModelRunnerOutput
+        from vllm.v1.serial_utils import run_method
+
+        result = run_method(self._worker, method, args, kwargs)
+        return result.get_output() if isinstance(result, AsyncModelRunnerOutput) else result
+
+    def layouts(self) -> RankLayouts:
+        """The cache layouts of this rank, once the caches are allocated."""
+        from replayssm_orch.actors.vllm_adapter import rank_layouts
+
+        return rank_layouts(self._worker.worker, self._identity.rank)
+
+    def arm_monitor(self) -> None:
+        """Count this process's kernel compilations from now on."""
+        self._monitor.arm()
+
+    def take_compilations(self) -> tuple[Compilation, ...]:
+        """The compilations counted since the last call."""
+        return self._monitor.take()
