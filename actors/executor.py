@@ -16,20 +16,13 @@ import ray
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 
-from replayssm_orch.actors.records import PhaseEvent, RankFailure
+from replayssm_orch.actors.failures import ShardFailed, failure_of
+from replayssm_orch.actors.records import PhaseEvent
 
 # The worker call that vLLM issues last in its start-up: the hold is before it.
 HOLD_BEFORE = "compile_or_warm_up_model"
 # Per-step calls: too many to be phases.
 _UNTIMED = frozenset({"execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch"})
-
-
-class ShardFailed(RuntimeError):
-    """A worker call failed on a rank; `failure` says which and how."""
-
-    def __init__(self, failure: RankFailure) -> None:
-        super().__init__(f"rank {failure.rank} failed in {failure.phase}: {failure.error}")
-        self.failure = failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,20 +166,3 @@ def local_ranks(nodes: list[str], one_gpu_each: bool) -> list[int]:
     if one_gpu_each:
         return [0] * len(nodes)
     return [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
-
-
-def failure_of(error: Exception, rank: int | None, stage: int | None, phase: str) -> RankFailure:
-    """The record of an error that Ray brought back from an actor: its own message and remote traceback."""
-    cause = getattr(error, "cause", None) or error
-    if isinstance(error, ray.exceptions.RayActorError):
-        summary = "the shard's process died"
-    else:
-        summary = f"{type(cause).__name__}: {cause}".splitlines()[0]
-    return RankFailure(
-        rank=rank,
-        stage=stage,
-        phase=phase,
-        error=summary,
-        traceback=str(error),
-        exit_code=int(getattr(cause, "exit_code", 1)),
-    )

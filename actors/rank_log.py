@@ -30,12 +30,17 @@ def redirect_output(run_id: str, name: str) -> str:
     return str(path)
 
 
-def read_log(path: str, limit: int) -> bytes:
-    """The last `limit` bytes of a log on this node; empty if there is none."""
+def take_log(path: str, limit: int) -> bytes:
+    """The last `limit` bytes of a log on this node, which is then removed; empty if there is none."""
+    log = Path(path)
     try:
-        with open(path, "rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(0, size - limit))
-            return log.read()
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - limit))
+            content = file.read()
+        log.unlink()
+        if not any(log.parent.iterdir()):
+            log.parent.rmdir()
     except FileNotFoundError:
         return b""
+    return content

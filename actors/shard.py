@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from replayssm_orch.actors.rank_log import redirect_output
-from replayssm_orch.actors.records import Compilation, RankLayouts, ShardIdentity, ShardPlace
+from replayssm_orch.actors.records import Compilation, RankLayouts, ShardIdentity, ShardPlace, WarmupOutcome
 
 
 class Shard:
@@ -66,6 +66,12 @@ class Shard:
         from replayssm_orch.actors.vllm_adapter import rank_layouts
 
         return rank_layouts(self._worker.worker, self._identity.rank)
+
+    def warm(self) -> tuple[WarmupOutcome, ...]:
+        """Run every ReplaySSM warmup that applies here; one that does not says why."""
+        from replayssm_orch.actors.vllm_adapter import skipped_warmups
+
+        return skipped_warmups()
 
     def arm_monitor(self) -> None:
         """Count this process's kernel compilations from now on."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from replayssm_orch.actors.node_probe import arch_of, cpu_arch
-from replayssm_orch.actors.records import Compilation, Device, Family, LayerLayout, RankLayouts, TensorLayout
+from replayssm_orch.actors.records import Compilation, Device, Family, LayerLayout, RankLayouts, TensorLayout, WarmupOutcome
 from replayssm_orch.configs.errors import CannotRun, ConfigError
 
 SUPPORTED_VLLM = "0.29 to 0.33"
@@ -89,15 +89,15 @@ def engine_arguments(
 
 
 def device_identity() -> tuple[Device, str, str]:
-    """(device, name for people, architecture) of this worker process, after its device was initialised."""
+    """(device, name for people, architecture) of this process, without making a CUDA context."""
     from vllm.platforms import current_platform
 
     if current_platform.device_type != "cuda":
         return "cpu", "cpu", cpu_arch()
-    import torch
-
-    capability = torch.cuda.get_device_capability()
-    return "cuda", torch.cuda.get_device_name(), arch_of(*capability)
+    capability = current_platform.get_device_capability()
+    if capability is None:
+        raise CannotRun("vLLM sees no CUDA device in this actor; check the node's driver and CUDA_VISIBLE_DEVICES")
+    return "cuda", current_platform.get_device_name(), arch_of(capability.major, capability.minor)
 
 
 def rank_layouts(worker: Any, rank: int) -> RankLayouts:
@@ -154,6 +154,15 @@ def tensor_layout(name: str, tensor: Any) -> TensorLayout:
         shape=tuple(tensor.shape),
         stride=tuple(tensor.stride()),
     )
+
+
+def skipped_warmups() -> tuple[WarmupOutcome, ...]:
+    """The ReplaySSM warmups, all skipped, each with why."""
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_type
+    reason = f"no ReplaySSM kernel runs on device {device}"
+    return tuple(WarmupOutcome(name, "skipped", reason) for name in ("lifecycle", "gdn", "materializer"))
 
 
 class CompilationMonitor:
