@@ -1,8 +1,8 @@
 """What a Hugging Face config.json says about a hybrid model's layers, one reader a family.
 
-Field names, and the defaults of fields that a config.json may leave out, are those of transformers' configuration classes
-(Qwen3NextConfig, Qwen3_5TextConfig, Qwen3_5MoeTextConfig, NemotronHConfig, GraniteMoeHybridConfig), as vLLM's models of
-these names read them.
+Field names, and the defaults of fields that a config.json may leave out, are those of transformers' configuration
+classes (Qwen3NextConfig, Qwen3_5TextConfig, Qwen3_5MoeTextConfig, NemotronHConfig, GraniteMoeHybridConfig), as vLLM's
+models of these families read them.
 """
 
 from __future__ import annotations

@@ -46,18 +46,20 @@ def engine_arg_names() -> frozenset[str] | None:
     return None
 
 
-def check_engine_args(keys: Iterable[str]) -> None:
+def check_engine_args(keys: Iterable[str], file: Path | None = None) -> None:
     """Raise ConfigError for a key that the orchestrator sets itself or that the installed vLLM does not have.
 
-    Where vLLM or its source is not found the second check is left to the engine.
+    `file` is the configuration file that the keys came from, if they did. Where vLLM or its source is not found the
+    second check is left to the engine.
     """
-    known = engine_arg_names()
     for key in keys:
+        shown = f"engine_args: {key} in {file}" if file else f"--engine-arg {key}"
         if key in _OWNED:
-            raise ConfigError(f"--engine-arg {key}: set by the orchestrator; use {_OWNED[key]}")
+            raise ConfigError(f"{shown}: set by the orchestrator; use {_OWNED[key]}")
+        known = engine_arg_names()
         if known is not None and key not in known:
             raise ConfigError(
-                f"--engine-arg {key}: not an engine argument of the installed vLLM{did_you_mean(key, known)}; "
+                f"{shown}: not an engine argument of the installed vLLM{did_you_mean(key, known)}; "
                 "`vllm serve --help=all` lists them"
             )
 

@@ -6,6 +6,9 @@ class UserError(Exception):
 
     exit_code = 1
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
 
 class ConfigError(UserError):
     """Bad usage, configuration or bundle; nothing was started or changed (exit 2)."""

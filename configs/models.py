@@ -67,7 +67,10 @@ def write_model_dir(spec: ModelSpec, path: Path) -> Path:
 
 
 def _spec(
-    model: str, source: ModelSource, config: Mapping[str, Any], engine_args: Mapping[str, Mapping[str, Any]] | None = None
+    model: str,
+    source: ModelSource,
+    config: Mapping[str, Any],
+    engine_args: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ModelSpec:
     try:
         text = text_config(config)
@@ -132,6 +135,8 @@ def _fetch_config(model: str, revision: str | None) -> Path:
         cached = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision)
         if isinstance(cached, str):
             return Path(cached)
+        # One request first: hf_hub_download alone retries for half a minute where there is no network.
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(model, "config.json", revision=revision))
         return Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision))
     except errors.GatedRepoError:
         raise CannotRun(

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
-
+from replayssm_orch.configs.engine_args import check_engine_args
 from replayssm_orch.configs.errors import ConfigError
 from replayssm_orch.configs.presets import did_you_mean, model_source, read_preset
+from replayssm_orch.configs.targets import load_target
+
+# What is valid, by pydantic's error type; the braces are that type's context.
+_FIXES = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be greater than {gt:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "literal_error": "choose one of {expected}",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be finite: every wait has a bound",
+    "bool_type": "must be true or false",
+    "string_type": "must be text; quote it in YAML",
+    "path_type": "must be text; quote it in YAML",
+    "tuple_type": "must be a list of whole numbers such as 1,2,4",
+    "dict_type": "must be a mapping of vLLM engine arguments",
+}
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -59,15 +77,6 @@ class WarmConfig(BaseModel):
     _file: Path | None = PrivateAttr(default=None)
     _file_fields: frozenset[str] = PrivateAttr(default=frozenset())
 
-    @model_validator(mode="after")
-    def _capture_sizes_fit(self) -> WarmConfig:
-        if self.capture_sizes and max(self.capture_sizes) > self.max_num_seqs:
-            raise ValueError(
-                f"{option_name('capture_sizes')} {max(self.capture_sizes)}: greater than "
-                f"{option_name('max_num_seqs')} {self.max_num_seqs}; drop it or raise {option_name('max_num_seqs')}"
-            )
-        return self
-
     def shown(self, field: str) -> str:
         """The field and its value as the user typed them: `--tp 3`, or `tp: 3 in run.yaml` when it came from a file."""
         value = getattr(self, field)
@@ -89,17 +98,13 @@ def load_config(flags: Mapping[str, object], file: Path | None = None) -> WarmCo
     A flag that is None was not given. `flags["engine_args"]` may be the raw `KEY=VALUE` strings; engine arguments are
     merged key by key. Raises ConfigError with one line that names field, value and fix.
     """
-    given = {name: value for name, value in flags.items() if value is not None}
-    engine_args = given.get("engine_args")
-    if isinstance(engine_args, (list, tuple)):
-        given["engine_args"] = parse_engine_args(engine_args)
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    if isinstance(given.get("engine_args"), (list, tuple)):
+        given["engine_args"] = parse_engine_args(given["engine_args"])
     from_file = _read_file(file) if file is not None else {}
     model = given.get("model", from_file.get("model", WarmConfig.model_fields["model"].default))
     defaults = read_preset(model).defaults if isinstance(model, str) and model_source(model) == "preset" else {}
-    merged: dict[str, object] = {**defaults, **from_file, **given}
-    layers = [layer.get("engine_args") for layer in (defaults, from_file, given)]
-    if all(isinstance(layer, (dict, type(None))) for layer in layers):
-        merged["engine_args"] = {key: value for layer in layers if isinstance(layer, dict) for key, value in layer.items()}
+    merged = _merge(defaults, from_file, given)
     file_fields = frozenset(from_file) - frozenset(given)
     try:
         config = WarmConfig.model_validate(merged)
@@ -107,12 +112,26 @@ def load_config(flags: Mapping[str, object], file: Path | None = None) -> WarmCo
         raise ConfigError(_first_line(error.errors(include_url=False)[0], file, file_fields)) from None
     config._file = file
     config._file_fields = file_fields
+    if config.target is not None:
+        load_target(config.target, config.shown("target"))
+    capture_sizes(config)
+    flag_args = given.get("engine_args", {})
+    check_engine_args(flag_args)
+    check_engine_args([key for key in config.engine_args if key not in flag_args], file)
     return config
 
 
 def capture_sizes(config: WarmConfig) -> tuple[int, ...]:
-    """Batch sizes to capture, in requests, ascending: the given ones, else 1, 2, 4 and multiples of 8 to max_num_seqs."""
+    """Batch sizes to capture, in requests, ascending: as given, else 1, 2, 4 and multiples of 8 to max_num_seqs.
+
+    Raises ConfigError for a given size above max_num_seqs.
+    """
     if config.capture_sizes:
+        if (largest := max(config.capture_sizes)) > config.max_num_seqs:
+            raise ConfigError(
+                f"{config.shown('capture_sizes')}: {largest} is greater than {config.shown('max_num_seqs')}; "
+                f"drop it or raise {option_name('max_num_seqs')}"
+            )
         return tuple(sorted(set(config.capture_sizes)))
     sizes = (1, 2, 4, *range(8, config.max_num_seqs + 1, 8))
     return tuple(size for size in sizes if size <= config.max_num_seqs)
@@ -140,6 +159,15 @@ def parse_engine_args(items: Iterable[str]) -> dict[str, Any]:
     return parsed
 
 
+def _merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers as one, later ones first; engine arguments are merged key by key where they are mappings."""
+    merged = {name: value for layer in layers for name, value in layer.items()}
+    engine_args = [layer["engine_args"] for layer in layers if "engine_args" in layer]
+    if engine_args and all(isinstance(args, dict) for args in engine_args):
+        merged["engine_args"] = {key: value for args in engine_args for key, value in args.items()}
+    return merged
+
+
 def _parse_value(item: str, text: str) -> Any:
     try:
         return json.loads(text)
@@ -162,9 +190,11 @@ def _read_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {file}: not UTF-8 text; give a YAML file") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"--config {file}, line {line}: not valid YAML ({error.problem}); correct that line") from None
+        raise ConfigError(
+            f"--config {file}, line {line}: not valid YAML ({error.problem}); correct that line"
+        ) from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {file}: not valid YAML ({' '.join(str(error).split())})") from None
+        raise ConfigError(f"--config {file}: not valid YAML ({error})") from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -174,8 +204,6 @@ def _read_file(file: Path) -> dict[str, Any]:
 
 def _first_line(error: ErrorDetails, file: Path | None, file_fields: frozenset[str]) -> str:
     """One pydantic error as one line: the option as the user typed it, its value, and what would be valid."""
-    if not error["loc"]:
-        return str(error["ctx"]["error"])
     field = str(error["loc"][0])
     in_file = field in file_fields
     if error["type"] == "extra_forbidden":
@@ -184,39 +212,10 @@ def _first_line(error: ErrorDetails, file: Path | None, file_fields: frozenset[s
             return f"{field} in {file}: unknown key{closest}; valid keys are {', '.join(WarmConfig.model_fields)}"
         return f"{option_name(field)}: unknown option{closest}"
     value = error["input"]
-    name = f"{field}: {value} in {file}" if in_file else f"{option_name(field)} {value}"
-    return f"{name}: {_fix(error)}"
-
-
-def _fix(error: ErrorDetails) -> str:
-    context = error.get("ctx", {})
-    match error["type"]:
-        case "greater_than_equal":
-            return f"must be at least {context['ge']}"
-        case "greater_than":
-            return f"must be greater than {context['gt']:g}"
-        case "less_than_equal":
-            return f"must be at most {context['le']:g}"
-        case "literal_error":
-            return f"choose one of {context['expected']}{_closest_literal(error)}"
-        case "int_type" | "int_parsing" | "int_from_float":
-            return "must be a whole number"
-        case "float_type" | "float_parsing":
-            return "must be a number"
-        case "finite_number":
-            return "must be a finite number: every wait has a bound"
-        case "bool_type" | "bool_parsing":
-            return "must be true or false"
-        case "string_type" | "path_type":
-            return "must be text; quote it in YAML"
-        case "tuple_type":
-            return "must be a list of whole numbers such as 1,2,4"
-        case "dict_type":
-            return "must be a mapping of vLLM engine arguments"
-        case _:
-            return error["msg"]
-
-
-def _closest_literal(error: ErrorDetails) -> str:
-    words = error["ctx"]["expected"].replace(" or ", ", ").split(", ")
-    return did_you_mean(str(error["input"]), [word.strip("'") for word in words])
+    # A quoted number in a YAML file is text: only its quotes tell.
+    text = repr(value) if in_file and isinstance(value, str) else str(value)
+    name = f"{field}: {text} in {file}" if in_file else f"{option_name(field)} {text}"
+    fix = _FIXES.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    if error["type"] == "literal_error":
+        fix += did_you_mean(str(value), re.findall(r"'(\w+)'", error["ctx"]["expected"]))
+    return f"{name}: {fix}"

@@ -1,0 +1,50 @@
+"""GPU profiles that kernels can be compiled for without having the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+from replayssm_orch.configs.errors import ConfigError
+from replayssm_orch.configs.presets import did_you_mean
+
+_PROFILES = Path(__file__).parent / "targets.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One GPU profile; `arch` is the compiler's name (`sm_90a`), both memories are in bytes."""
+
+    name: str
+    arch: str
+    multiprocessors: int
+    shared_memory_per_multiprocessor: int
+    memory: int
+
+
+def target_names() -> tuple[str, ...]:
+    """The names that `--target` may be."""
+    return tuple(_targets())
+
+
+def load_target(name: str, shown: str | None = None) -> Target:
+    """The profile called `name`; raises ConfigError listing the profiles where there is none.
+
+    `shown` is the option and its value as the user typed them, `--target NAME` where it is left out.
+    """
+    targets = _targets()
+    if name not in targets:
+        raise ConfigError(
+            f"{shown or f'--target {name}'}: unknown GPU profile{did_you_mean(name, targets)}; profiles are {', '.join(targets)}"
+        )
+    return targets[name]
+
+
+@cache
+def _targets() -> dict[str, Target]:
+    profiles = yaml.safe_load(_PROFILES.read_text(encoding="utf-8"))
+    return {
+        name: Target(name=name, memory=profile.pop("memory_mib") << 20, **profile) for name, profile in profiles.items()
+    }
