@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 from importlib import metadata
+from typing import Any
 
 from replayssm_orch.actors.records import GpuInfo, NodeInfo
 
@@ -58,7 +59,7 @@ def visible_gpus() -> tuple[GpuInfo, ...]:
         pynvml.nvmlShutdown()
 
 
-def _gpu(pynvml, index: int) -> GpuInfo:  # type: ignore[no-untyped-def]
+def _gpu(pynvml: Any, index: int) -> GpuInfo:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     name = pynvml.nvmlDeviceGetName(handle)
     return GpuInfo(

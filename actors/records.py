@@ -153,7 +153,7 @@ class GpuInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What one node has, read without importing torch or vLLM. `versions` maps a package to its version, if installed."""
+    """What one node has, read without importing torch or vLLM. `versions` maps installed packages to versions."""
 
     node_id: str
     address: str

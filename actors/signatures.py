@@ -27,7 +27,7 @@ class Signature:
 
 
 def canonical_json(signature: Signature) -> str:
-    """The one JSON text of a signature: sorted keys, no spaces, ASCII. Tensors keep their order, which is the cache's."""
+    """The one JSON text of a signature: sorted keys, no spaces, ASCII; tensors in the cache's order."""
     form = {
         "arch": signature.arch,
         "family": signature.family,

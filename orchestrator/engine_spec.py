@@ -13,7 +13,7 @@ _CPU_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 256 * 2**20}
 
 
 def engine_spec(config: WarmConfig, spec: ModelSpec, device: Device) -> EngineSpec:
-    """vLLM's engine arguments for `config`; `--engine-arg` wins over all of them, the preset's own over the defaults."""
+    """vLLM's engine arguments for `config`; `--engine-arg` wins over all of them."""
     speculative = speculative_tokens(config)
     args: dict[str, Any] = {
         "skip_tokenizer_init": not config.weights,
@@ -40,7 +40,7 @@ def engine_spec(config: WarmConfig, spec: ModelSpec, device: Device) -> EngineSp
     if device == "cuda" and config.tp > 1:
         # Each actor sees its own GPU only; vLLM's custom all-reduce wants to see its peers'.
         args["disable_custom_all_reduce"] = True
-    optional = {name: value for name, value in spec.vllm_engine_args.get(device, {}).items()}
+    optional = spec.vllm_engine_args.get(device, {})
     return EngineSpec(
         model=config.model,
         hf_config=None if config.weights else spec.hf_config,

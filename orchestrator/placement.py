@@ -32,9 +32,7 @@ def rank_resources(device: str, gpus_per_rank: float) -> Resources:
     return {"CPU": 1.0, "GPU": gpus_per_rank} if device == "cuda" else {"CPU": 1.0}
 
 
-def place(
-    tp: int, pp: int, per_rank: Resources, nodes: Sequence[NodeCapacity], spread: bool
-) -> Placement:
+def place(tp: int, pp: int, per_rank: Resources, nodes: Sequence[NodeCapacity], spread: bool) -> Placement:
     """One bundle a stage where some node can hold a whole TP group (Ray never splits a bundle), else one a rank.
 
     `spread` spreads the bundles: stages over nodes, or ranks where a TP group fits on no node. With no node that has

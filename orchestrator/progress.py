@@ -6,7 +6,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # The phases that people wait for; all of them are in events.jsonl.
 SHOWN_PHASES = (
@@ -72,7 +75,7 @@ class LiveProgress:
         if phase in SHOWN_PHASES:
             self._current[rank] = (phase, time.monotonic(), seconds)
 
-    def _table(self):  # type: ignore[no-untyped-def] - rich's types stay out of --help
+    def _table(self) -> Table:
         from rich.table import Table
 
         table = Table.grid(padding=(0, 2))

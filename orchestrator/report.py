@@ -216,11 +216,15 @@ class RunFolder:
                 f"--runs-dir {runs_dir}: cannot write there ({error.strerror}); choose a writable folder"
             ) from None
 
-    def event(
-        self, phase: str, rank: int | None = None, key: str | None = None, seconds: float | None = None, at: float | None = None
-    ) -> None:
+    def event(self, phase: str, rank: int | None = None, seconds: float | None = None, at: float | None = None) -> None:
         """Append one event; `at` is Unix time in seconds, now if not given."""
-        line = {"time": time.time() if at is None else at, "rank": rank, "phase": phase, "key": key, "seconds": seconds}
+        line = {
+            "time": time.time() if at is None else at,
+            "rank": rank,
+            "phase": phase,
+            "key": None,
+            "seconds": seconds,
+        }
         self._events.write(json.dumps(line) + "\n")
 
     def write(self, report: Report) -> None:

@@ -27,14 +27,21 @@ from replayssm_orch.configs.errors import CannotRun, UserError
 from replayssm_orch.configs.models import ModelSpec, load_model_spec
 from replayssm_orch.configs.schema import WarmConfig
 from replayssm_orch.configs.targets import Target, load_target, target_of_gpu
-from replayssm_orch.orchestrator.cluster import Cluster, check_nodes, connect, probe_nodes, read_remote_logs, resolve_address
+from replayssm_orch.orchestrator.cluster import (
+    Cluster,
+    check_nodes,
+    connect,
+    probe_nodes,
+    read_remote_logs,
+    resolve_address,
+)
 from replayssm_orch.orchestrator.dedup import Dedup, deduplicate
 from replayssm_orch.orchestrator.engine_spec import engine_spec, verification_requests
 from replayssm_orch.orchestrator.failures import RunFailed
 from replayssm_orch.orchestrator.outcome import RunFacts, build_report, rank_problems
 from replayssm_orch.orchestrator.placement import place, rank_resources, shortage
 from replayssm_orch.orchestrator.progress import Progress
-from replayssm_orch.orchestrator.report import Report, RunFolder
+from replayssm_orch.orchestrator.report import Report, RunFolder, RunState
 from replayssm_orch.orchestrator.shards import ShardGroup
 
 _POLL_SECONDS = 0.25
@@ -51,7 +58,7 @@ def warm(config: WarmConfig, command: str, progress: Progress) -> tuple[Report, 
     spec = load_model_spec(config.model)
     check_parallel(spec, config)
     check_engine_args(config.engine_args)
-    target = load_target(config.target) if config.target else None
+    target = load_target(config.target, config.shown("target")) if config.target else None
     run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     folder = RunFolder(config.runs_dir, run_id)
     run = WarmRun(config, spec, target, address, folder, run_id, command, progress)
@@ -87,7 +94,9 @@ class WarmRun:
     def execute(self) -> tuple[Report, int]:
         """The whole run, bounded; everything that it started is ended before this returns."""
         started = time.time()
-        code, error, state = 0, None, "failed"
+        code: int
+        error: str | None
+        state: RunState = "failed"
         try:
             with _interruptible(), ExitStack() as cleanup:
                 try:
@@ -123,6 +132,7 @@ class WarmRun:
         device = self._device(cluster)
         with self._timed("probe"):
             self._check_cluster(probe_nodes(cluster, start.left()), device)
+        check_parallel(self._spec, config, device)
         facts.device = device
         group = self._place(cluster, device, start)
         cleanup.callback(self._clean_up, cluster, group)
@@ -145,8 +155,18 @@ class WarmRun:
         check_nodes(holders, self._config.engine)
         self.facts.node_infos = nodes
         if self.facts.target is None:
-            gpus = [gpu for node in holders for gpu in node.gpus] if device == "cuda" else []
-            self.facts.target = target_of_gpu(gpus[0].name, gpus[0].arch) if gpus else load_target("h200")
+            self.facts.target = self._own_target(holders) if device == "cuda" else load_target("h200")
+
+    def _own_target(self, nodes: tuple[NodeInfo, ...]) -> Target | None:
+        """The profile of the GPUs that hold the shards, or None with a warning."""
+        names = sorted({gpu.name for node in nodes for gpu in node.gpus})
+        targets = [target_of_gpu(name) for name in names]
+        if len(names) != 1 or targets[0] is None:
+            self.facts.warnings += (
+                f"no one GPU profile fits {', '.join(names) or 'the GPUs'}; name one with --target",
+            )
+            return None
+        return targets[0]
 
     def _place(self, cluster: Cluster, device: Device, bound: Bound) -> ShardGroup:
         config = self._config
@@ -162,9 +182,7 @@ class WarmRun:
     def _start(self, group: ShardGroup, device: Device, bound: Bound) -> None:
         """Bring the engine up to the hold, collect the layouts, dedup them."""
         self._started = group.start(engine_spec(self._config, self._spec, device))
-        self.facts.places = tuple(
-            self._await(group, group.places(), bound, "start", by_rank=True)
-        )
+        self.facts.places = tuple(self._await(group, group.places(), bound, "start", by_rank=True))
         self._await_hold(group, bound)
         held = self.facts.layouts
         self.facts.dedup = deduplicate(held, {place.rank: place.arch for place in self.facts.places})
@@ -236,7 +254,9 @@ class WarmRun:
 
     def _time_out(self, step: str, bound: Bound) -> NoReturn:
         unfinished = self.facts.unfinished_phases()
-        waiting = ", ".join(f"rank {rank} in {phase}" for rank, phase in sorted(unfinished.items())) or "no rank answered"
+        waiting = (
+            ", ".join(f"rank {rank} in {phase}" for rank, phase in sorted(unfinished.items())) or "no rank answered"
+        )
         error = f"not finished within {bound.option} {bound.seconds:g} s ({waiting}); raise it or see the ranks' logs"
         rank = min(unfinished, default=None)
         stage = None if rank is None else rank // self._config.tp
@@ -263,7 +283,7 @@ class WarmRun:
     def _say_dedup(self, dedup: Dedup, held: tuple[RankLayouts, ...]) -> None:
         blocks = min(layouts.num_blocks for layouts in held)
         self._progress.say(
-            f"layouts: {dedup.seen} layers on {len(held)} ranks, {len(dedup.unique)} distinct signatures, {blocks} blocks"
+            f"layouts: {dedup.seen} layers on {len(held)} ranks, {len(dedup.unique)} distinct, {blocks} blocks"
         )
 
     def _clean_up(self, cluster: Cluster, group: ShardGroup) -> None:
@@ -321,4 +341,3 @@ def _interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-

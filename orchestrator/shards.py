@@ -9,7 +9,7 @@ from typing import Any
 from replayssm_orch.actors.engine_host import EngineHost
 from replayssm_orch.actors.failures import failure_of
 from replayssm_orch.actors.rank_log import log_directory
-from replayssm_orch.actors.records import Device, EngineSpec, EngineStatus, RankFailure, Request, ShardIdentity
+from replayssm_orch.actors.records import Device, EngineSpec, EngineStatus, Request, ShardIdentity
 from replayssm_orch.actors.shard import Shard
 from replayssm_orch.configs.errors import CannotRun
 from replayssm_orch.configs.schema import WarmConfig
@@ -78,9 +78,7 @@ class ShardGroup:
                     num_cpus=0,
                     max_concurrency=4,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, 0),
-                    runtime_env=_runtime_env(
-                        cluster, _ENVIRONMENT | (_HOST_ENVIRONMENT if device == "cuda" else {})
-                    ),
+                    runtime_env=_runtime_env(cluster, _ENVIRONMENT | (_HOST_ENVIRONMENT if device == "cuda" else {})),
                     **options,
                 )
                 .remote(run_id)
@@ -182,7 +180,7 @@ def _no_capacity(placement: Placement, cluster: Cluster, start_timeout: float) -
 
     free = ray.available_resources()
     return (
-        f"--start-timeout {start_timeout:g}: asked for {describe_bundles(placement)} ({placement.strategy}); the cluster "
-        f"has {describe_nodes(cluster.capacities())}, free now {free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU; "
-        "free or add nodes, or lower --tp or --pp"
+        f"--start-timeout {start_timeout:g}: asked for {describe_bundles(placement)} ({placement.strategy}); "
+        f"the cluster has {describe_nodes(cluster.capacities())}, free now {free.get('CPU', 0):g} CPU and "
+        f"{free.get('GPU', 0):g} GPU; free or add nodes, or lower --tp or --pp"
     )

@@ -17,7 +17,9 @@ def summarize(report: Report) -> str:
     ]
     if report.capacity.measured is not None:
         lines.append(f"  capacity: {report.capacity.measured} cache blocks, the smallest over ranks")
-    lines += _table("ranks", ("rank", "stage", "node", "device", "start s", "warm-up s", "compiled after"), map(_rank, report.ranks))
+    lines += _table(
+        "ranks", ("rank", "stage", "node", "device", "start s", "warm-up s", "compiled after"), map(_rank, report.ranks)
+    )
     lines += _warmups(report.ranks)
     lines += _table(
         "signatures", ("id", "family", "layers", "ranks", "tensors (dtype shape)"), map(_signature, report.signatures)
@@ -96,5 +98,8 @@ def _table(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]])
     if not body:
         return []
     widths = [max(len(row[i]) for row in (header, *body)) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (header, *body)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *body)
+    ]
     return [f"  {title}:", *(f"    {line}" for line in lines)]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-
 from replayssm_orch.orchestrator.commands.options import command_line, config_option, json_option, user_errors
 
 EXAMPLE = """\b
@@ -37,7 +36,9 @@ Examples:
 @click.option("--capture-sizes", type=str, help="Batch sizes to capture, in requests: 1,2,4,…")
 @click.option("--num-speculative-tokens", type=int, help="Speculative tokens a step (layout 3, vllm 0).")
 @click.option("--mamba-cache-mode", type=str, help="none (default), align or all.")
-@click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="vLLM engine argument; repeatable.")
+@click.option(
+    "--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="vLLM engine argument; repeatable."
+)
 @click.option("--weights", is_flag=True, default=None, help="Load the real weights instead of random ones.")
 @click.option("--start-timeout", type=float, help="Seconds for resources and start-up (300).")
 @click.option("--step-timeout", type=float, help="Seconds for each later step (600).")
