@@ -77,6 +77,8 @@ def _spec(
         layers = read_layers(text)
         if not {"gdn", "mamba2"} & set(layers.kinds):
             raise ConfigError("no recurrent (GDN or Mamba2) layer, so nothing to warm; give a hybrid model")
+        if "attention" not in layers.kinds:
+            raise ConfigError("no attention layer; give a hybrid model, which has both kinds")
         return ModelSpec(
             name=model,
             source=source,

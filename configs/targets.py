@@ -36,9 +36,9 @@ def load_target(name: str, shown: str | None = None) -> Target:
     """
     targets = _targets()
     if name not in targets:
-        raise ConfigError(
-            f"{shown or f'--target {name}'}: unknown GPU profile{did_you_mean(name, targets)}; profiles are {', '.join(targets)}"
-        )
+        shown = shown or f"--target {name}"
+        closest = did_you_mean(name, targets)
+        raise ConfigError(f"{shown}: unknown GPU profile{closest}; profiles are {', '.join(targets)}")
     return targets[name]
 
 
