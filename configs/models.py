@@ -98,8 +98,8 @@ def _spec(
         raise ConfigError(f"MODEL {model}: {error}") from None
     except KeyError as error:
         raise ConfigError(f"MODEL {model}: config.json has no {error.args[0]}; add it") from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"MODEL {model}: config.json holds a value of the wrong type ({error}); correct it") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"MODEL {model}: config.json holds an impossible value ({error}); correct it") from None
 
 
 def _read_config(model: str, path: Path) -> dict[str, Any]:
