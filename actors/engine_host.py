@@ -43,8 +43,9 @@ class EngineHost:
 
         vllm_adapter.require_vllm(spec.device)
         args, dropped = vllm_adapter.engine_arguments(spec.args, spec.optional_args)
-        from replayssm_orch.actors import executor
         from vllm import LLM
+
+        from replayssm_orch.actors import executor
 
         def hold() -> None:
             self._held = tuple(_layouts(shards))

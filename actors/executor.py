@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from replayssm_orch.actors.failures import ShardFailed, failure_of
-from replayssm_orch.actors.records import PhaseEvent
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
+
+from replayssm_orch.actors.failures import ShardFailed, failure_of
+from replayssm_orch.actors.records import PhaseEvent
 
 # The worker call that vLLM issues last in its start-up: the hold is before it.
 HOLD_BEFORE = "compile_or_warm_up_model"

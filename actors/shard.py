@@ -16,8 +16,9 @@ class Shard:
 
     def __init__(self, identity: ShardIdentity) -> None:
         self._log_path = redirect_output(identity.run_id, f"rank-{identity.rank}")
-        from replayssm_orch.actors.vllm_adapter import CompilationMonitor
         from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+        from replayssm_orch.actors.vllm_adapter import CompilationMonitor
 
         self._identity = identity
         self._worker = WorkerWrapperBase(rpc_rank=identity.rank, global_rank=identity.rank)
@@ -26,6 +27,7 @@ class Shard:
     def place(self) -> ShardPlace:
         """Where this shard runs."""
         import ray
+
         from replayssm_orch.actors.vllm_adapter import device_identity
 
         context = ray.get_runtime_context()

@@ -79,8 +79,9 @@ def _uses_replayssm(spec: ModelSpec, config: WarmConfig, device: Literal["cuda",
 def _check_stages(spec: ModelSpec, config: WarmConfig) -> None:
     layers = len(spec.layer_kinds)
     if problem := _pp_problem(spec, config.pp):
-        valid = [pp for pp in range(1, layers + 1) if _splits_evenly_enough(spec, pp)]
-        raise ConfigError(f"{config.shown('pp')}: {problem}; use {option_name('pp')} {_either(valid)}")
+        valid = [pp for pp in range(1, layers + 1) if _pp_works(spec, pp)]
+        fix = f"use {option_name('pp')} {_either(valid)}" if valid else "correct or unset VLLM_PP_LAYER_PARTITION"
+        raise ConfigError(f"{config.shown('pp')}: {problem}; {fix}")
 
 
 def _pp_problem(spec: ModelSpec, pp: int) -> str | None:
@@ -95,7 +96,7 @@ def _pp_problem(spec: ModelSpec, pp: int) -> str | None:
     return None
 
 
-def _splits_evenly_enough(spec: ModelSpec, pp: int) -> bool:
+def _pp_works(spec: ModelSpec, pp: int) -> bool:
     try:
         return _pp_problem(spec, pp) is None
     except ConfigError:  # VLLM_PP_LAYER_PARTITION is made for another number of stages

@@ -77,6 +77,8 @@ def _spec(
         layers = read_layers(text)
         if not {"gdn", "mamba2"} & set(layers.kinds):
             raise ConfigError("no recurrent (GDN or Mamba2) layer, so nothing to warm; give a hybrid model")
+        if "attention" not in layers.kinds:
+            raise ConfigError("no attention layer; give a hybrid model, which has both kinds")
         return ModelSpec(
             name=model,
             source=source,
@@ -96,8 +98,8 @@ def _spec(
         raise ConfigError(f"MODEL {model}: {error}") from None
     except KeyError as error:
         raise ConfigError(f"MODEL {model}: config.json has no {error.args[0]}; add it") from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"MODEL {model}: config.json holds a value of the wrong type ({error}); correct it") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"MODEL {model}: config.json holds an impossible value ({error}); correct it") from None
 
 
 def _read_config(model: str, path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+
 from replayssm_orch.configs.errors import ConfigError
 
 ModelSource = Literal["preset", "directory", "hub"]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
+
 from replayssm_orch.configs.engine_args import check_engine_args
 from replayssm_orch.configs.errors import ConfigError
 from replayssm_orch.configs.presets import did_you_mean, model_source, read_preset

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import yaml
+
 from replayssm_orch.configs.errors import ConfigError
 from replayssm_orch.configs.presets import did_you_mean
 
@@ -37,10 +38,9 @@ def load_target(name: str, shown: str | None = None) -> Target:
     """
     targets = _targets()
     if name not in targets:
-        raise ConfigError(
-            f"{shown or f'--target {name}'}: unknown GPU profile{did_you_mean(name, targets)}; "
-            f"profiles are {', '.join(targets)}"
-        )
+        shown = shown or f"--target {name}"
+        closest = did_you_mean(name, targets)
+        raise ConfigError(f"{shown}: unknown GPU profile{closest}; profiles are {', '.join(targets)}")
     return targets[name]
 
 

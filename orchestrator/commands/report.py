@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+
 from replayssm_orch.orchestrator.commands.options import json_option, user_errors
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from replayssm_orch.orchestrator.commands.options import command_line, config_option, json_option, user_errors
 
 EXAMPLE = """\b
