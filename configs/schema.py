@@ -60,7 +60,6 @@ class WarmConfig(BaseModel):
     engine: Literal["vllm", "layout"] = "vllm"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     target: str | None = None
-    bundle: str = "~/.cache/replayssm-orch/bundle"
     runs_dir: Path = Path("runs")
     address: str | None = None
     gpus_per_rank: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0

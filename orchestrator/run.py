@@ -22,7 +22,6 @@ from replayssm_orch.actors.records import (
     WarmupOutcome,
 )
 from replayssm_orch.configs.checks import check_parallel
-from replayssm_orch.configs.engine_args import check_engine_args
 from replayssm_orch.configs.errors import CannotRun, UserError
 from replayssm_orch.configs.models import ModelSpec, load_model_spec
 from replayssm_orch.configs.schema import WarmConfig
@@ -57,7 +56,6 @@ def warm(config: WarmConfig, command: str, progress: Progress) -> tuple[Report, 
     address = resolve_address(config.address)
     spec = load_model_spec(config.model)
     check_parallel(spec, config)
-    check_engine_args(config.engine_args)
     target = load_target(config.target, config.shown("target")) if config.target else None
     run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     folder = RunFolder(config.runs_dir, run_id)

@@ -27,7 +27,6 @@ Examples:
 @click.option("--engine", type=str, help="What a shard runs: vllm (default) or layout.")
 @click.option("--device", type=str, help="auto (default: cuda where the cluster has GPUs), cuda or cpu.")
 @click.option("--target", type=str, help="GPU profile to build for (the GPUs' own; on the CPU h200).")
-@click.option("--bundle", type=str, help="Bundle directory or URI (~/.cache/replayssm-orch/bundle).")
 @click.option("--runs-dir", type=click.Path(path_type=Path), help="Where run folders go (./runs).")
 @click.option("--address", type=str, help="Ray cluster to borrow, host:port (RAY_ADDRESS, else a local Ray).")
 @click.option("--gpus-per-rank", type=float, help="GPU share of a rank (1).")
