@@ -104,7 +104,7 @@ def test_a_wrong_flag_is_named_with_its_value_and_the_fix(flags: dict[str, objec
         ("tp: 0", "tp: 0 in {file}: must be at least 1"),
         ("tp: '2'", "tp: '2' in {file}: must be a whole number"),
         ("weights: 1", "weights: 1 in {file}: must be true or false"),
-        ("bundle: 3", "bundle: 3 in {file}: must be text; quote it in YAML"),
+        ("model: 3", "model: 3 in {file}: must be text; quote it in YAML"),
         ("capture_sizes: 3", "capture_sizes: 3 in {file}: must be a list of whole numbers such as 1,2,4"),
         ("engine_args: 3", "engine_args: 3 in {file}: must be a mapping of vLLM engine arguments"),
         ("target: h2000", "target: h2000 in {file}: unknown GPU profile (did you mean h200?)"),
