@@ -22,6 +22,17 @@ from replayssm_orch.actors.records import (
 from replayssm_orch.configs.errors import CannotRun, ConfigError
 
 SUPPORTED_VLLM = "0.29 to 0.33"
+# What the executor and the shards need: vLLM's module -> names in it, and the members of its Executor.
+EXTENSION_POINTS: dict[str, tuple[str, ...]] = {
+    "vllm.v1.executor.abstract": ("Executor",),
+    "vllm.v1.worker.worker_base": ("WorkerWrapperBase",),
+    "vllm.v1.serial_utils": ("run_method",),
+    "vllm.model_executor.layers.mamba.abstract": ("MambaBase",),
+    "vllm.platforms": ("current_platform",),
+    "vllm.utils.jit_monitor": ("activate", "_handle_jit_event"),
+    "vllm.engine.arg_utils": ("EngineArgs",),
+}
+EXECUTOR_HOOKS = ("_init_executor", "collective_rpc", "check_health", "compile_or_warm_up_model", "get_class")
 
 # `MambaBase.kv_cache` is (convolution, state[, rings…]) and has no names of its own; these are design words.
 _TENSOR_NAMES: dict[Family, tuple[str, ...]] = {
@@ -41,17 +52,8 @@ def missing_capabilities() -> tuple[str, ...]:
         return (f"vllm cannot be imported ({error})",)
     from importlib import import_module
 
-    needed = {
-        "vllm.v1.executor.abstract": ("Executor",),
-        "vllm.v1.worker.worker_base": ("WorkerWrapperBase",),
-        "vllm.v1.serial_utils": ("run_method",),
-        "vllm.model_executor.layers.mamba.abstract": ("MambaBase",),
-        "vllm.platforms": ("current_platform",),
-        "vllm.utils.jit_monitor": ("activate", "_handle_jit_event"),
-        "vllm.engine.arg_utils": ("EngineArgs",),
-    }
     missing = []
-    for module_name, names in needed.items():
+    for module_name, names in EXTENSION_POINTS.items():
         try:
             module = import_module(module_name)
         except ImportError as error:
@@ -61,8 +63,7 @@ def missing_capabilities() -> tuple[str, ...]:
     if not missing:
         from vllm.v1.executor.abstract import Executor
 
-        hooks = ("_init_executor", "collective_rpc", "check_health", "compile_or_warm_up_model", "get_class")
-        missing += [f"Executor.{name}" for name in hooks if not hasattr(Executor, name)]
+        missing += [f"Executor.{name}" for name in EXECUTOR_HOOKS if not hasattr(Executor, name)]
     return tuple(f"vLLM {vllm.__version__}: {name}" for name in missing)
 
 

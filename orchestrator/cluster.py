@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from replayssm_orch.orchestrator.placement import NodeCapacity
 _FORWARDED = ("VLLM_", "NCCL_", "FLASHINFER_", "TRITON_", "CUTE_DSL_", "GDN_", "SGLANG_GDN_")
 # The packages whose versions must agree on all nodes that hold shards.
 _MUST_AGREE = ("python", "ray", "vllm", "flashinfer")
-_OBJECT_STORE_BYTES = 256 * 2**20
+OBJECT_STORE_BYTES = 256 * 2**20
+_LISTENER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ def connect(address: str | None, ranks: int) -> Iterator[Cluster]:
     """
     import ray
 
+    if address is not None:
+        _require_listener(address)
     # Ray's own log lines would interleave with ours; errors still come through.
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": True}
     with tempfile.TemporaryDirectory(prefix="replayssm-orch-ship-") as staging:
@@ -76,7 +80,7 @@ def connect(address: str | None, ranks: int) -> Iterator[Cluster]:
                     address="local",
                     num_cpus=max(os.cpu_count() or 1, ranks),
                     include_dashboard=False,
-                    object_store_memory=_OBJECT_STORE_BYTES,
+                    object_store_memory=OBJECT_STORE_BYTES,
                     **quiet,
                 )
                 cluster = Cluster(borrowed=False)
@@ -90,6 +94,17 @@ def connect(address: str | None, ranks: int) -> Iterator[Cluster]:
             yield cluster
         finally:
             ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Raises CannotRun when nothing listens at `host:port`; Ray itself would try again for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_LISTENER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise CannotRun(_connect_error(address, error)) from error
 
 
 def _connect_error(address: str | None, error: Exception) -> str:
@@ -131,7 +146,7 @@ def probe_nodes(cluster: Cluster, timeout: float) -> tuple[NodeInfo, ...]:
     done, silent = ray.wait(list(pending), num_returns=len(pending), timeout=timeout)
     if silent:
         addresses = sorted(pending[ref]["NodeManagerAddress"] for ref in silent)
-        raise CannotRun(f"--start-timeout {timeout:g}: no answer from node {', '.join(addresses)}; check that it is up")
+        raise CannotRun(f"no answer from node {', '.join(addresses)} within {timeout:g} s; check that it is up")
     try:
         return tuple(ray.get(done))
     except ray.exceptions.RayError as error:
