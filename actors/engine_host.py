@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from replayssm_orch.actors.failures import one_line
 from replayssm_orch.actors.rank_log import redirect_output
 from replayssm_orch.actors.records import EngineSpec, EngineStatus, PhaseEvent, RankFailure, RankLayouts, Request
 
@@ -112,7 +113,7 @@ def _failure(error: BaseException) -> RankFailure:
         rank=None,
         stage=None,
         phase="engine start",
-        error=f"{type(error).__name__}: {error}".splitlines()[0],
+        error=one_line(error),
         traceback="".join(traceback.format_exception(error)),
         exit_code=int(getattr(error, "exit_code", 1)),
     )

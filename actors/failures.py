@@ -13,16 +13,23 @@ class ShardFailed(RuntimeError):
         self.failure = failure
 
 
+def one_line(error: BaseException, limit: int = 400) -> str:
+    """The error's type and message, folded into one line of at most `limit` characters."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
 def failure_of(error: BaseException, rank: int | None, stage: int | None, phase: str) -> RankFailure:
-    """The record of a Ray error: the remote error's own first line, its traceback, and its exit code if it has one."""
+    """The record of a Ray error: the remote error's own message, its traceback, and its exit code if it has one."""
     import ray
 
     cause = getattr(error, "cause", None) or error
     if isinstance(error, ray.exceptions.RayActorError) and "creation task" not in str(error):
         summary = "its process died (killed, out of memory, or crashed): see its log"
     else:
-        lines = [line.strip() for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]
-        summary = lines[-1] if isinstance(error, ray.exceptions.RayActorError) else lines[0]
+        text = str(cause).strip()
+        # An actor whose constructor raised carries the remote traceback; its last line is the error.
+        summary = text.splitlines()[-1] if isinstance(error, ray.exceptions.RayActorError) else one_line(cause)
     return RankFailure(
         rank=rank,
         stage=stage,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +28,7 @@ def redirect_output(run_id: str, name: str) -> str:
     # Ray replaced sys.stdout by a writer of its own per-worker file: bring Python's streams back to the descriptors.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    print(f"{name} of run {run_id}: pid {os.getpid()} on {socket.gethostname()}, code from {Path(__file__).parent}")
     return str(path)
 
 

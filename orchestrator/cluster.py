@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,13 @@ _FORWARDED = ("VLLM_", "NCCL_", "FLASHINFER_", "TRITON_", "CUTE_DSL_", "GDN_", "
 # The packages whose versions must agree on all nodes that hold shards.
 _MUST_AGREE = ("python", "ray", "vllm", "flashinfer")
 OBJECT_STORE_BYTES = 256 * 2**20
-_LISTENER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A connected cluster. `runtime_env` goes with every actor and task of ours."""
+    """A connected cluster."""
 
     borrowed: bool
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
 
     def nodes(self) -> tuple[Mapping[str, Any], ...]:
         """Ray's records of the nodes that are alive."""
@@ -61,16 +62,14 @@ def resolve_address(option: str | None) -> str | None:
 
 
 @contextmanager
-def connect(address: str | None, ranks: int) -> Iterator[Cluster]:
-    """Start a local Ray with a CPU for each rank, or borrow the cluster at `address`.
+def connect(address: str | None, ranks: int, timeout: float) -> Iterator[Cluster]:
+    """Start a local Ray with a CPU for each rank, or borrow the cluster at `address`, which must answer in `timeout` s.
 
     On exit the local Ray is ended; a borrowed one is left as it was. Raises CannotRun when there is no cluster at the
     address or it runs another Ray or Python.
     """
     import ray
 
-    if address is not None:
-        _require_listener(address)
     # Ray's own log lines would interleave with ours; errors still come through.
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": True}
     with tempfile.TemporaryDirectory(prefix="replayssm-orch-ship-") as staging:
@@ -85,26 +84,19 @@ def connect(address: str | None, ranks: int) -> Iterator[Cluster]:
                 )
                 cluster = Cluster(borrowed=False)
             else:
-                ray.init(address=address, **quiet)
-                cluster = Cluster(borrowed=True, runtime_env=_shipped_project(Path(staging)))
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+                _check_alive(address, timeout)
+                ray.init(address=address, runtime_env=_shipped_project(Path(staging)), **quiet)
+                cluster = Cluster(borrowed=True)
+        except (RuntimeError, ValueError, OSError, OverflowError) as error:
             ray.shutdown()
             raise CannotRun(_connect_error(address, error)) from error
+        except BaseException:
+            ray.shutdown()
+            raise
         try:
             yield cluster
         finally:
             ray.shutdown()
-
-
-def _require_listener(address: str) -> None:
-    """Raises CannotRun when nothing listens at `host:port`; Ray itself would try again for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_LISTENER_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise CannotRun(_connect_error(address, error)) from error
 
 
 def _connect_error(address: str | None, error: Exception) -> str:
@@ -116,8 +108,29 @@ def _connect_error(address: str | None, error: Exception) -> str:
     return f"--address {address}: no Ray cluster answers there ({text}); start it or correct the address"
 
 
+def _check_alive(address: str, timeout: float) -> None:
+    """Raises ConnectionError unless a Ray head answers. `ray.init` itself takes minutes to say so, and then exits."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=min(timeout, 10.0)):
+            pass
+    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConnectionError(f"no answer within {timeout:g} s") from None
+    if answer.returncode:
+        raise ConnectionError("its health check failed")
+
+
 def _shipped_project(staging: Path) -> dict[str, Any]:
-    """The runtime environment that brings what runs remotely to nodes where nothing of ours is installed."""
+    """The runtime environment that brings what runs remotely to nodes where nothing of ours is installed.
+
+    Inside a Ray job that brings modules of its own, those are taken to hold the project: Ray merges no two such lists.
+    """
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    if "py_modules" in job.get("runtime_env", {}):
+        return {}
     from replayssm_orch import actors, configs
 
     root = staging / "replayssm_orch"
@@ -138,7 +151,6 @@ def probe_nodes(cluster: Cluster, timeout: float) -> tuple[NodeInfo, ...]:
         task.options(
             num_cpus=0,
             max_retries=0,
-            runtime_env=dict(cluster.runtime_env),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         ).remote(node["NodeID"], node["NodeManagerAddress"]): node
         for node in cluster.nodes()
@@ -199,7 +211,6 @@ def read_remote_logs(
         task.options(
             num_cpus=0,
             max_retries=0,
-            runtime_env=dict(cluster.runtime_env),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         ).remote(path, limit): name
         for name, (node_id, path) in files.items()

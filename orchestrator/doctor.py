@@ -17,6 +17,7 @@ from replayssm_orch.orchestrator.diagnosis import ClusterShape, Diagnosis, Gpu, 
 from replayssm_orch.orchestrator.installed import look
 
 SCHEMA_VERSION = 1
+_ANSWER_SECONDS = 60.0
 _PROBE_SECONDS = 60.0
 
 
@@ -83,7 +84,7 @@ def _local_shape(gpus: Sequence[Gpu], versions: Mapping[str, str]) -> ClusterSha
 
 
 def _borrowed_shape(address: str, versions: Mapping[str, str]) -> ClusterShape:
-    with connect(address, ranks=1) as cluster:
+    with connect(address, 1, _ANSWER_SECONDS) as cluster:
         unanswered = None
         try:
             infos = {info.node_id: info for info in probe_nodes(cluster, _PROBE_SECONDS)}

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from replayssm_orch.actors.failures import one_line
 from replayssm_orch.actors.records import (
     Compilation,
     Device,
@@ -112,9 +113,7 @@ class WarmRun:
         except UserError as known:
             code, error = known.exit_code, str(known)
         except Exception as unexpected:
-            self.facts.failure = RankFailure(
-                None, None, "driver", f"{type(unexpected).__name__}: {unexpected}", traceback.format_exc()
-            )
+            self.facts.failure = RankFailure(None, None, "driver", one_line(unexpected), traceback.format_exc())
             code, error = 1, f"driver failed: {self.facts.failure.error}"
         report = build_report(self.facts, state, error, started, time.time())
         self._folder.write(report)
@@ -124,7 +123,7 @@ class WarmRun:
         config, facts = self._config, self.facts
         start = Bound("--start-timeout", config.start_timeout)
         with self._timed("connect"):
-            cluster = cleanup.enter_context(connect(self._address, config.tp * config.pp))
+            cluster = cleanup.enter_context(connect(self._address, config.tp * config.pp, start.left()))
         _on_signals_interrupt()  # Ray's driver installs a SIGTERM handler of its own
         facts.nodes = cluster.nodes()
         device = self._device(cluster)
@@ -173,7 +172,8 @@ class WarmRun:
         lacking = shortage(placement, cluster.capacities())
         if lacking and not cluster.borrowed:
             raise CannotRun(f"--tp {config.tp} --pp {config.pp}: {lacking}; lower them, or use --address of a cluster")
-        self._progress.say(f"placing {config.tp * config.pp} ranks: {config.placement}, device {device}")
+        ranks = config.tp * config.pp
+        self._progress.say(f"placing {ranks} rank{'s' if ranks > 1 else ''}: {config.placement}, device {device}")
         with self._timed("place"):
             return ShardGroup.create(cluster, placement, config, self.facts.run_id, device, bound.left())
 
@@ -191,6 +191,7 @@ class WarmRun:
             status = self._poll(group)
             if status.held is not None:
                 self.facts.layouts = status.held
+                self._folder.event("hold")
                 return
             if group.wait([self._started], _POLL_SECONDS)[0]:
                 self._finish_start(group)

@@ -66,7 +66,7 @@ class ShardGroup:
                     num_cpus=placement.per_rank["CPU"],
                     num_gpus=placement.per_rank.get("GPU", 0),
                     scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, bundle),
-                    runtime_env=_runtime_env(cluster, _ENVIRONMENT),
+                    runtime_env=_runtime_env(_ENVIRONMENT),
                     **options,
                 )
                 .remote(ShardIdentity(run_id, rank, tp_rank=rank % config.tp, pp_rank=rank // config.tp))
@@ -78,7 +78,7 @@ class ShardGroup:
                     num_cpus=0,
                     max_concurrency=4,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, 0),
-                    runtime_env=_runtime_env(cluster, _ENVIRONMENT | (_HOST_ENVIRONMENT if device == "cuda" else {})),
+                    runtime_env=_runtime_env(_ENVIRONMENT | (_HOST_ENVIRONMENT if device == "cuda" else {})),
                     **options,
                 )
                 .remote(run_id)
@@ -169,10 +169,9 @@ class ShardGroup:
         remove_placement_group(self._placement_group)
 
 
-def _runtime_env(cluster: Cluster, environment: dict[str, str]) -> dict[str, Any]:
-    """The cluster's runtime environment with our variables; what the user's environment already sets stays."""
-    ours = {name: value for name, value in environment.items() if name not in os.environ}
-    return {**cluster.runtime_env, "env_vars": {**ours, **cluster.runtime_env.get("env_vars", {})}}
+def _runtime_env(environment: dict[str, str]) -> dict[str, Any]:
+    """A runtime environment with our variables; what the user's environment already sets stays."""
+    return {"env_vars": {name: value for name, value in environment.items() if name not in os.environ}}
 
 
 def _no_capacity(placement: Placement, cluster: Cluster, start_timeout: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
+
 from replayssm_orch.actors.node_probe import installed_versions
 from replayssm_orch.actors.vllm_adapter import missing_capabilities
 from replayssm_orch.orchestrator import doctor as doctor_module
@@ -112,6 +114,9 @@ class TestCommand:
         done = doctor("--address", "http://head:8265")
         assert done.exit_code == 2
         assert "dashboard" in done.stderr
+
+    def test_a_port_that_cannot_be_is_exit_3_too(self):
+        assert doctor("--address", "127.0.0.1:99999").exit_code == 3
 
     @pytest.mark.parametrize("given_by", ["option", "environment"])
     def test_no_cluster_at_the_address_is_exit_3(self, given_by):
@@ -234,8 +239,7 @@ def _importable(dotted: str) -> bool:
         except ImportError:
             continue
         for member in parts[cut:]:
-            code = getattr(found, "__code__", None)
-            if code is not None and member in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            if inspect.isfunction(found) and member in inspect.signature(found).parameters:
                 return True
             if not hasattr(found, member):
                 return False

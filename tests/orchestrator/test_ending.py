@@ -1,0 +1,112 @@
+"""However a run ends, what it started is gone; a borrowed cluster is left as it was."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import ray
+from conftest import Running, assert_all_gone
+from ray.cluster_utils import Cluster
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+
+
+def shard_processes(run: Running) -> list[psutil.Process]:
+    return [p for p in run.descendants() if p.name().startswith("ray::Shard") or "ray::Shard" in " ".join(p.cmdline())]
+
+
+@pytest.mark.parametrize("moment", ["placing 2 ranks", "init_device"])
+def test_ctrl_c_ends_everything_with_130(tmp_path, moment):
+    run = Running(tmp_path, "--tp", "2")
+    run.wait_for(moment)
+    processes = run.descendants()
+    assert any("raylet" in " ".join(p.cmdline()) for p in processes)
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+    done = run.finish(60)
+    assert done.code == 130, done.stderr
+    assert done.report["state"] == "interrupted"
+    assert_all_gone(processes)
+
+
+def test_sigterm_is_an_interrupt_too(tmp_path):
+    run = Running(tmp_path, "--tp", "1")
+    run.wait_for("placing 1 rank")
+    processes = run.descendants()
+    run.process.send_signal(signal.SIGTERM)
+    done = run.finish(60)
+    assert done.code == 130, done.stderr
+    assert_all_gone(processes)
+
+
+def test_a_killed_shard_ends_the_run_with_its_rank_named(tmp_path):
+    run = Running(tmp_path, "--tp", "2")
+    run.wait_for("init_worker")
+    processes = run.descendants()
+    victim = next(iter(shard_processes(run)))
+    victim.kill()
+    killed = time.monotonic()
+    done = run.finish(60)
+    assert done.code == 1, done.stderr
+    failed = [rank for rank in done.report["ranks"] if rank["error"]]
+    assert len(failed) == 1
+    assert f"rank {failed[0]['rank']} (stage 0) failed in" in done.report["error"]
+    assert time.monotonic() - killed < 30
+    assert_all_gone(processes)
+
+
+def test_after_a_good_run_nothing_is_left(tmp_path):
+    run = Running(tmp_path, "--tp", "1")
+    run.wait_for("initialize_from_config")
+    processes = run.descendants()
+    done = run.finish()
+    assert done.code == 0, done.stderr
+    assert_all_gone(processes)
+
+
+@pytest.fixture
+def cluster():
+    """A cluster of two nodes of two CPUs, on this machine, that is not the run's own."""
+    nodes = Cluster()
+    nodes.add_node(num_cpus=2, num_gpus=0)
+    nodes.add_node(num_cpus=2, num_gpus=0)
+    yield nodes
+    nodes.shutdown()
+
+
+def test_a_borrowed_cluster_is_left_as_it_was(tmp_path, cluster):
+    run = Running(tmp_path, "--tp", "2", "--address", cluster.address)
+    done = run.finish()
+    assert done.code == 0, done.stderr
+    assert len(done.report["cluster"]["nodes"]) == 2
+    # What the actors ran came with the run: Ray unpacks it under the nodes' session folders.
+    assert "runtime_resources" in (done.folder / "logs" / "rank-0.log").read_text()
+    ray.init(address=cluster.address, logging_level="ERROR")
+    try:
+        deadline = time.monotonic() + 20
+        while ray.available_resources().get("CPU") != 4.0 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert ray.available_resources()["CPU"] == 4.0
+        assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
+    finally:
+        ray.shutdown()
+
+
+def test_too_small_a_cluster_is_exit_3_in_time_with_both_sides_named(tmp_path, cluster):
+    done = Running(tmp_path, "--tp", "4", "--pp", "2", "--address", cluster.address, "--start-timeout", "15").finish()
+    assert done.code == 3, done.stderr
+    assert "8 bundles of 1 CPU" in done.report["error"]
+    assert "2 nodes: 2 CPU and 0 GPU, 2 CPU and 0 GPU" in done.report["error"]
+
+
+def test_no_cluster_at_the_address_is_exit_3(tmp_path):
+    done = Running(tmp_path, "--address", "127.0.0.1:1", "--start-timeout", "20").finish(90)
+    assert done.code == 3, done.stderr
+    assert "127.0.0.1:1" in done.stderr
+
+
+def test_cuda_without_a_gpu_is_exit_3(tmp_path):
+    done = Running(tmp_path, "--device", "cuda").finish(60)
+    assert done.code == 3
+    assert "--device cuda: no GPU on this machine" in done.stderr
