@@ -1,0 +1,21 @@
+"""The Mamba2 decode warmup: checkpointing SSU at every captured batch size."""
+
+from __future__ import annotations
+
+from replayssm_orch.actors.warmups.capabilities import Capabilities
+from replayssm_orch.actors.warmups.decode import run_decode_steps
+from replayssm_orch.actors.warmups.guard import replayssm_layers
+from replayssm_orch.actors.warmups.protocol import Runner
+
+
+def warm_mamba2_decode(runner: Runner, capabilities: Capabilities) -> str | None:
+    """Dummy-run the decode batch sizes of a model with Mamba2 ReplaySSM layers; returns why nothing was done, or None.
+
+    Raises: as `run_decode_steps`.
+    """
+    if not runner.vllm_config.use_flashinfer_replayssm:
+        return "FlashInfer ReplaySSM is off in this configuration"
+    if all(capabilities.is_gdn(layer) for layer in replayssm_layers(runner, capabilities)):
+        return "this shard has no Mamba2 layers with FlashInfer ReplaySSM"
+    run_decode_steps(runner, capabilities, runner.decode_query_len)
+    return None
