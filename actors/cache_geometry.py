@@ -27,24 +27,26 @@ _ATTENTION_BLOCK_ALIGNMENT: dict[Device, int] = {"cpu": 128, "cuda": 16}
 
 @dataclass(frozen=True, slots=True)
 class GdnShape:
-    """Gated DeltaNet layers of the whole model, before tensor parallelism."""
+    """Gated DeltaNet layers of the whole model, before tensor parallelism; `state_dtype` as on CUDA."""
 
     value_heads: int
     key_heads: int
     value_dim: int
     key_dim: int
     conv_kernel: int
+    state_dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Shape:
-    """Mamba2 layers of the whole model, before tensor parallelism."""
+    """Mamba2 layers of the whole model, before tensor parallelism; `state_dtype` as on CUDA."""
 
     heads: int
     head_dim: int
     d_state: int
     groups: int
     conv_kernel: int
+    state_dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def gdn_tensors(shape: GdnShape, options: CacheOptions) -> tuple[tuple[CacheTens
     conv_dim = 2 * h * shape.key_dim + hv * shape.value_dim
     tensors = (
         CacheTensor("conv", "bfloat16", (shape.conv_kernel - 1 + spec, conv_dim)),
-        CacheTensor("state", gdn_state_dtype(options.device), (hv, shape.value_dim, shape.key_dim)),
+        CacheTensor("state", _state_dtype(shape.state_dtype, options.device), (hv, shape.value_dim, shape.key_dim)),
     )
     if not options.replayssm:
         return tensors, None
@@ -139,7 +141,7 @@ def gdn_tensors(shape: GdnShape, options: CacheOptions) -> tuple[tuple[CacheTens
 
 
 def mamba2_tensors(shape: Mamba2Shape, options: CacheOptions) -> tuple[tuple[CacheTensor, ...], ReplayWindow | None]:
-    """conv `[conv - 1 + spec, heads D + 2 G N]`, state `[heads, D, N]` float32, and with ReplaySSM x, dt and B rings."""
+    """conv `[conv - 1 + spec, heads D + 2 G N]`, state `[heads, D, N]`, and with ReplaySSM x, dt and B rings."""
     heads = _divide(shape.heads, options.tp, "Mamba heads")
     # Groups are replicated until every rank has one (MambaStateShapeCalculator.extra_groups_for_head_shards).
     groups = shape.groups if shape.groups % options.tp == 0 else options.tp
@@ -149,7 +151,7 @@ def mamba2_tensors(shape: Mamba2Shape, options: CacheOptions) -> tuple[tuple[Cac
         CacheTensor(
             "conv", "bfloat16", (shape.conv_kernel - 1 + spec, heads * shape.head_dim + 2 * groups * shape.d_state)
         ),
-        CacheTensor("state", "float32", (heads, shape.head_dim, shape.d_state)),
+        CacheTensor("state", _state_dtype(shape.state_dtype, options.device), (heads, shape.head_dim, shape.d_state)),
     )
     if not options.replayssm:
         return tensors, None
@@ -160,13 +162,6 @@ def mamba2_tensors(shape: Mamba2Shape, options: CacheOptions) -> tuple[tuple[Cac
         CacheTensor("B_ring", "bfloat16", (groups, ring, shape.d_state)),
     )
     return (*tensors, *rings), ReplayWindow(ring, options.window, 1 + spec)
-
-
-def gdn_state_dtype(device: Device) -> str:
-    """bfloat16, but on a CPU with AVX-512 BF16 vLLM's CPU platform asks for float32."""
-    if device == "cpu" and torch.cpu._is_avx512_bf16_supported():
-        return "float32"
-    return "bfloat16"
 
 
 def kv_cache_groups(layers: Sequence[tuple[str, Family]]) -> tuple[tuple[str, ...], ...]:
@@ -184,6 +179,13 @@ def kv_cache_groups(layers: Sequence[tuple[str, Family]]) -> tuple[tuple[str, ..
         num_groups = -(-len(names) // group_size)
         groups.extend(tuple(names[index::num_groups]) for index in range(num_groups))
     return tuple(groups)
+
+
+def _state_dtype(declared: str, device: Device) -> str:
+    # vLLM's CPU platform asks for float32 states where the CPU has AVX-512 BF16.
+    if device == "cpu" and torch.cpu._is_avx512_bf16_supported():
+        return "float32"
+    return declared
 
 
 def _divide(heads: int, tp: int, what: str) -> int:
