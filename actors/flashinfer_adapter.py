@@ -39,7 +39,7 @@ def gdn_materializer() -> Materialize | Unavailable:
 def flashinfer_kernels() -> FlashInferKernels | Unavailable:
     """The kernels that this process can launch on its CUDA device, or why none can be.
 
-    A kernel family whose module is missing is reported by `FlashInferKernels.unavailable`.
+    A kernel family whose module is missing is reported by `FlashInferKernels`' two questions.
     """
     if not torch.cuda.is_available():
         return Unavailable("FlashInfer's kernels need a CUDA device")
@@ -76,7 +76,7 @@ class FlashInferKernels:
     mamba2_decode_module: ModuleType | Unavailable
     mamba2_materialize_module: ModuleType | Unavailable
 
-    def unavailable(self, layer: type[LayoutLayer], width: int) -> Unavailable | None:
+    def decode_unavailable(self, layer: type[LayoutLayer], width: int) -> Unavailable | None:
         if not issubclass(layer, LayoutGdnLayer):
             return self.mamba2_decode_module if isinstance(self.mamba2_decode_module, Unavailable) else None
         if isinstance(self.gdn_decode_module, Unavailable):
@@ -84,6 +84,11 @@ class FlashInferKernels:
         if width not in _GDN_WIDTHS:
             return Unavailable(f"gated_delta_rule_mtp_ucache_flush executes widths {_GDN_WIDTHS}, not {width}")
         return None
+
+    def materializer_unavailable(self, layer: type[LayoutLayer]) -> Unavailable | None:
+        gdn = issubclass(layer, LayoutGdnLayer)
+        module = self.gdn_materialize_module if gdn else self.mamba2_materialize_module
+        return module if isinstance(module, Unavailable) else None
 
     def gdn_decode(self, layer: LayoutGdnLayer, inputs: GdnInputs, slots: torch.Tensor) -> torch.Tensor:
         """Returns `[B, T, HV, V]` bfloat16; rows of padding slots hold whatever was there."""
@@ -110,10 +115,8 @@ class FlashInferKernels:
         )
         return out
 
-    @property
-    def gdn_materialize(self) -> Materialize:
-        materialize: Materialize = _entry(self.gdn_materialize_module, "gdn_prefix_materialize")
-        return materialize
+    def gdn_materialize(self, **arguments: torch.Tensor) -> object:
+        return _entry(self.gdn_materialize_module, "gdn_prefix_materialize")(**arguments)
 
     def mamba2_decode(self, layer: LayoutMamba2Layer, inputs: Mamba2Inputs, slots: torch.Tensor) -> torch.Tensor:
         """Returns `[B, T, heads, head_dim]` bfloat16; the argument forms are those of vLLM's `MambaMixer2`."""

@@ -207,18 +207,21 @@ def layout_capabilities(engine: LayoutEngine, committable_blocks: int | None = N
     layer_type = LayoutGdnLayer if engine.plan.page.family == "gdn" else LayoutMamba2Layer
 
     def decode_kernel(width: int) -> Unavailable | None:
-        return engine.kernels.unavailable(layer_type, width)
+        return engine.kernels.decode_unavailable(layer_type, width)
 
     def ensure_blocks(runner: Runner, num_blocks: int) -> None:
         assert num_blocks <= runner.kv_cache_config.num_blocks, f"{num_blocks} blocks were never allocated"
 
+    materializer_missing = engine.kernels.materializer_unavailable(layer_type)
+    publishes = engine.plan.mamba_cache_mode == "align"
+    lifecycle = partial(ReplayLifecycle.create, kernels=engine.kernels)
     return Capabilities(
         is_recurrent=_is_recurrent,
         is_gdn=_is_gdn,
         num_committable_blocks=lambda runner: blocks,
         ensure_blocks=ensure_blocks,
-        create_lifecycle=partial(ReplayLifecycle.create, kernels=engine.kernels),
-        materialize=engine.kernels.gdn_materialize,
+        create_lifecycle=materializer_missing if publishes and materializer_missing else lifecycle,
+        materialize=materializer_missing or engine.kernels.gdn_materialize,
         decode_kernel=decode_kernel,
     )
 

@@ -38,11 +38,11 @@ def gdn_inputs(layer: LayoutGdnLayer, batch: int, width: int, randomize: bool) -
     fill = _fill(randomize)
     device = layer.kv_cache[1].device
     fused = fill((batch, width, 2 * key_heads * key_dim + value_heads * value_dim), device)
-    q, k, v = torch.split(fused, (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim), dim=-1)
+    q, k, v = torch.split(fused, [key_heads * key_dim, key_heads * key_dim, value_heads * value_dim], dim=-1)
     return GdnInputs(
-        q=q.unflatten(-1, (key_heads, key_dim)),
-        k=k.unflatten(-1, (key_heads, key_dim)),
-        v=v.unflatten(-1, (value_heads, value_dim)),
+        q=q.view(batch, width, key_heads, key_dim),
+        k=k.view(batch, width, key_heads, key_dim),
+        v=v.view(batch, width, value_heads, value_dim),
         a=fill((batch, width, value_heads), device),
         b=fill((batch, width, value_heads), device),
     )
@@ -55,12 +55,12 @@ def mamba2_inputs(layer: LayoutMamba2Layer, batch: int, width: int, randomize: b
     fill = _fill(randomize)
     device = layer.kv_cache[1].device
     fused = fill((batch, width, heads * head_dim + 2 * groups * d_state), device)
-    x, b, c = torch.split(fused, (heads * head_dim, groups * d_state, groups * d_state), dim=-1)
+    x, b, c = torch.split(fused, [heads * head_dim, groups * d_state, groups * d_state], dim=-1)
     return Mamba2Inputs(
-        x=x.unflatten(-1, (heads, head_dim)),
+        x=x.view(batch, width, heads, head_dim),
         dt=fill((batch, width, heads), device),
-        b=b.unflatten(-1, (groups, d_state)),
-        c=c.unflatten(-1, (groups, d_state)),
+        b=b.view(batch, width, groups, d_state),
+        c=c.view(batch, width, groups, d_state),
     )
 
 

@@ -103,8 +103,12 @@ class RecurrentKernels(Protocol):
     Slot tensors are int32 `[B]`; slot 0 is padding and its rows are skipped. No call moves a tracker.
     """
 
-    def unavailable(self, layer: type[LayoutLayer], width: int) -> Unavailable | None:
+    def decode_unavailable(self, layer: type[LayoutLayer], width: int) -> Unavailable | None:
         """Why the decode kernel of `layer` cannot execute `width` tokens per request here, or None."""
+        ...
+
+    def materializer_unavailable(self, layer: type[LayoutLayer]) -> Unavailable | None:
+        """Why the materializer of `layer` cannot run here, or None."""
         ...
 
     def gdn_decode(self, layer: LayoutGdnLayer, inputs: GdnInputs, slots: torch.Tensor) -> torch.Tensor: ...

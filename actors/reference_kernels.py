@@ -20,7 +20,10 @@ from replayssm_orch.actors.warmups.capabilities import Unavailable
 class ReferenceKernels:
     """`RecurrentKernels` in PyTorch; every width executes."""
 
-    def unavailable(self, layer: type[LayoutLayer], width: int) -> Unavailable | None:
+    def decode_unavailable(self, layer: type[LayoutLayer], width: int) -> Unavailable | None:
+        return None
+
+    def materializer_unavailable(self, layer: type[LayoutLayer]) -> Unavailable | None:
         return None
 
     def gdn_decode(self, layer: LayoutGdnLayer, inputs: GdnInputs, slots: torch.Tensor) -> torch.Tensor:

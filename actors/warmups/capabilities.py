@@ -74,7 +74,8 @@ class Capabilities:
     """Callables that stand between a rule and the vLLM (or layout engine) it runs on.
 
     `num_committable_blocks` must answer the same number on every rank (the minimum over all of them).
-    `decode_kernel` says why the GDN decode kernel cannot execute a query width on this device, or None.
+    `decode_kernel` says why the decode kernel cannot execute that many tokens per request here, or None. The two
+    reasons are reported where the runner's configuration says that there is no ReplaySSM, or no GDN ReplaySSM.
     """
 
     is_recurrent: Callable[[object], TypeGuard[RecurrentLayer]]
@@ -85,3 +86,5 @@ class Capabilities:
     materialize: Materialize | Unavailable
     decode_kernel: Callable[[int], Unavailable | None]
     trackers: tuple[str, ...] = TRACKERS
+    no_replayssm: str = "FlashInfer ReplaySSM is off in this configuration"
+    no_gdn_replayssm: str = "this model has no Gated DeltaNet layers with ReplaySSM"

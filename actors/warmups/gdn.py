@@ -22,7 +22,7 @@ def warm_gdn(runner: Runner, capabilities: Capabilities) -> tuple[str | None, Wa
     """
     config = runner.vllm_config
     if not config.is_gdn_replayssm_enabled():
-        reason = "this model has no Gated DeltaNet layers with ReplaySSM"
+        reason = capabilities.no_gdn_replayssm if config.use_flashinfer_replayssm else capabilities.no_replayssm
         return reason, _materializer_skipped(reason)
     query_len = config.num_speculative_tokens + 1
     width = executed_width(config.num_speculative_tokens)

@@ -14,7 +14,7 @@ from replayssm_orch.actors.warmups.protocol import KVCacheGroup, MambaSpec, Recu
 def warm_lifecycle(runner: Runner, capabilities: Capabilities) -> str | None:
     """Run reset and postprocess of one request on scratch slots; returns why nothing was done, or None."""
     if not runner.vllm_config.use_flashinfer_replayssm:
-        return "FlashInfer ReplaySSM is off in this configuration"
+        return capabilities.no_replayssm
     create = capabilities.create_lifecycle
     if isinstance(create, Unavailable):
         return create.reason

@@ -14,8 +14,11 @@ def warm_mamba2_decode(runner: Runner, capabilities: Capabilities) -> str | None
     Raises: as `run_decode_steps`.
     """
     if not runner.vllm_config.use_flashinfer_replayssm:
-        return "FlashInfer ReplaySSM is off in this configuration"
+        return capabilities.no_replayssm
     if all(capabilities.is_gdn(layer) for layer in replayssm_layers(runner, capabilities)):
         return "this shard has no Mamba2 layers with FlashInfer ReplaySSM"
+    unavailable = capabilities.decode_kernel(runner.decode_query_len)
+    if unavailable is not None:
+        return unavailable.reason
     run_decode_steps(runner, capabilities, runner.decode_query_len)
     return None

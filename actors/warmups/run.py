@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import torch
 from replayssm_orch.actors.records import WarmupOutcome
 from replayssm_orch.actors.warmups.capabilities import Capabilities
 from replayssm_orch.actors.warmups.gdn import warm_gdn
@@ -56,7 +57,9 @@ STEPS: Final[dict[str, Step]] = {
 def run_step(name: str, runner: Runner, capabilities: Capabilities) -> tuple[WarmupOutcome, ...]:
     """Run one step of `STEPS`. Raises `WarmupFailed` when it raised."""
     try:
-        return STEPS[name](runner, capabilities)
+        # vLLM may have made its caches in inference mode, and then nothing else may write them.
+        with torch.inference_mode():
+            return STEPS[name](runner, capabilities)
     except Exception as error:
         raise WarmupFailed(name, error) from error
 
