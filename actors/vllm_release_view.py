@@ -72,7 +72,7 @@ class _ConfigView:
 
 
 class RunnerView:
-    """A model runner of a vLLM release behind the runner protocol; what it lacks is missed only by the rule that asks."""
+    """A model runner of a vLLM release behind the runner protocol; what it lacks, only the rule that asks misses."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
