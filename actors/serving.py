@@ -94,9 +94,9 @@ class _TrafficGenerator:
         )
 
     def new_request(self, row: int) -> _Request:
-        """A request after its prefill: trackers reset, a state written, a few tokens before a block boundary."""
-        before = self.rng.randint(1, 4 * self.engine.decode_query_len)
-        request = _Request(row, computed=max(1, self.block_size - before))
+        """A request after its prefill: trackers reset, a state written; in align mode shortly before a boundary."""
+        few = self.rng.randint(1, 4 * self.engine.decode_query_len)
+        request = _Request(row, computed=max(1, self.block_size - few) if self.columns == 2 else few)
         self._reset([request], src=-1, dst=0)
         for group, layers in self.engine.recurrent_groups().items():
             slot = int(self.tables[group][row, 0])
