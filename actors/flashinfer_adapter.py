@@ -36,16 +36,11 @@ def gdn_materializer() -> Materialize | Unavailable:
     return materialize
 
 
-def flashinfer_kernels() -> FlashInferKernels | Unavailable:
-    """The kernels that this process can launch on its CUDA device, or why none can be.
-
-    A kernel family whose module is missing is reported by `FlashInferKernels`' two questions.
-    """
-    if not torch.cuda.is_available():
-        return Unavailable("FlashInfer's kernels need a CUDA device")
-    major, minor = torch.cuda.get_device_capability()
-    if major < 9:
-        return Unavailable(f"FlashInfer's ReplaySSM kernels need compute capability 9.0, this GPU has {major}.{minor}")
+def flashinfer_kernels() -> FlashInferKernels:
+    """The kernels that this process can launch on its CUDA device; each one that it cannot says why when asked."""
+    device = _device_unavailable()
+    if device is not None:
+        return FlashInferKernels(device, device, device, device)
     # Paged pools need the static-descriptor mode, which FlashInfer's module reads at import.
     os.environ.setdefault(_STRIDED_QKV, "1")
     decode = _import(_GDN_DECODE)
@@ -57,6 +52,15 @@ def flashinfer_kernels() -> FlashInferKernels | Unavailable:
         mamba2_decode_module=_import(_MAMBA2_DECODE),
         mamba2_materialize_module=_import(_MAMBA2_MATERIALIZE),
     )
+
+
+def _device_unavailable() -> Unavailable | None:
+    if not torch.cuda.is_available():
+        return Unavailable("FlashInfer's kernels need a CUDA device")
+    major, minor = torch.cuda.get_device_capability()
+    if major < 9:
+        return Unavailable(f"FlashInfer's ReplaySSM kernels need compute capability 9.0, this GPU has {major}.{minor}")
+    return None
 
 
 def _import(name: str) -> ModuleType | Unavailable:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from replayssm_orch.actors.cache_geometry import Device, PageGeometry
+from replayssm_orch.actors.cache_geometry import Device, PageGeometry, kv_cache_groups
 from replayssm_orch.actors.records import Family
 
 MambaCacheMode = Literal["none", "align", "all"]
@@ -54,3 +55,16 @@ class LayoutPlan:
     def blocks_per_request(self) -> int:
         """Columns of a recurrent group's block table: one per position in align mode, else one."""
         return -(-self.max_model_len // self.mamba_block_size)
+
+
+def stage_layers(
+    model_layers: Sequence[tuple[str, Family]], held: Container[str] | None = None
+) -> tuple[tuple[LayerPlan, ...], int]:
+    """The layers in `held` (a stage; None: all) with the groups of the whole model, and how many groups that has.
+
+    `model_layers` are the cache-bearing layers of all stages, in model order.
+    """
+    groups = kv_cache_groups(model_layers)
+    group_of = {name: index for index, names in enumerate(groups) for name in names}
+    layers = (LayerPlan(name, family, group_of[name]) for name, family in model_layers if held is None or name in held)
+    return tuple(layers), len(groups)

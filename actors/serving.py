@@ -43,6 +43,7 @@ class _Counts:
     publications: int = 0
 
 
+@torch.inference_mode()
 def serve(engine: LayoutEngine, decode_steps: int, seed: int = 0) -> Traffic:
     """Decode `decode_steps` steps with random accepted lengths on as many requests as the blocks allow.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from replayssm_orch.actors.warmups.capabilities import Capabilities
 from replayssm_orch.actors.warmups.decode import run_decode_steps
-from replayssm_orch.actors.warmups.guard import replayssm_layers
 from replayssm_orch.actors.warmups.protocol import Runner
 
 
@@ -15,8 +14,9 @@ def warm_mamba2_decode(runner: Runner, capabilities: Capabilities) -> str | None
     """
     if not runner.vllm_config.use_flashinfer_replayssm:
         return capabilities.no_replayssm
-    if all(capabilities.is_gdn(layer) for layer in replayssm_layers(runner, capabilities)):
-        return "this shard has no Mamba2 layers with FlashInfer ReplaySSM"
+    # Asked of the model, not of this shard: every rank must take part in what follows, or none.
+    if runner.vllm_config.is_gdn_replayssm_enabled():
+        return "this model's ReplaySSM layers are Gated DeltaNet"
     unavailable = capabilities.decode_kernel(runner.decode_query_len)
     if unavailable is not None:
         return unavailable.reason

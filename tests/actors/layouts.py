@@ -5,11 +5,10 @@ from replayssm_orch.actors.cache_geometry import (
     CacheOptions,
     GdnShape,
     Mamba2Shape,
-    kv_cache_groups,
     page_geometry,
 )
 from replayssm_orch.actors.layout_engine import LayoutEngine
-from replayssm_orch.actors.layout_plan import LayerPlan, LayoutPlan
+from replayssm_orch.actors.layout_plan import LayoutPlan, stage_layers
 from replayssm_orch.actors.reference_kernels import ReferenceKernels
 
 ATTENTION = AttentionShape(kv_heads=2, head_dim=64)
@@ -26,7 +25,7 @@ MAMBA2_LAYERS = tuple((f"model.layers.{i}", "attention" if i % 4 == 3 else "mamb
 def layout_plan(shape: GdnShape | Mamba2Shape, **fields) -> LayoutPlan:
     """A plan of all eight layers on the CPU with three speculative tokens; `fields` override."""
     layers = GDN_LAYERS if isinstance(shape, GdnShape) else MAMBA2_LAYERS
-    group_of = {name: i for i, names in enumerate(kv_cache_groups(layers)) for name in names}
+    planned, num_groups = stage_layers(layers, fields.pop("held", None))
     settings = {
         "device": "cpu",
         "num_blocks": 8,
@@ -41,8 +40,8 @@ def layout_plan(shape: GdnShape | Mamba2Shape, **fields) -> LayoutPlan:
     tp = settings.pop("tp", 1)
     options = CacheOptions(settings["device"], tp, replayssm, settings["num_speculative_tokens"])
     return LayoutPlan(
-        layers=tuple(LayerPlan(name, family, group_of[name]) for name, family in layers),
-        num_groups=len(set(group_of.values())),
+        layers=planned,
+        num_groups=num_groups,
         page=page_geometry(shape, ATTENTION, options),
         **settings,
     )

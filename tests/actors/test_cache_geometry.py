@@ -85,3 +85,13 @@ def test_all_views_of_a_page_share_its_slot_stride_and_stay_inside_it() -> None:
 def test_state_dtype_follows_the_model() -> None:
     shape = replace(TINY_MAMBA2, state_dtype="bfloat16")
     assert shapes(page_geometry(shape, ATTENTION, CacheOptions("cuda", 1, False)))["state"][0] == "bfloat16"
+
+
+def test_a_stage_keeps_the_groups_of_the_whole_model() -> None:
+    """Two stages of four layers: one layer of every group each, so half the memory and equal layouts."""
+    whole = layout_engine(MINI_GDN)
+    stages = [layout_engine(MINI_GDN, held={f"model.layers.{i}" for i in held}) for held in (range(4), range(4, 8))]
+    assert [layout for stage in stages for layout in stage.layouts()] == list(whole.layouts())
+    for stage in stages:
+        assert [len(group.layer_names) for group in stage.kv_cache_config.kv_cache_groups] == [1, 1, 1, 1]
+        assert len({layer.kv_cache[0].data_ptr() for layer in stage.layers.values()}) == 1

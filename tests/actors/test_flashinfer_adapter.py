@@ -8,7 +8,9 @@ from cuda_stand_in import flashinfer_without_a_gpu
 from layouts import TINY_GDN, TINY_MAMBA2, layout_plan
 from replayssm_orch.actors.flashinfer_adapter import FlashInferKernels, flashinfer_kernels
 from replayssm_orch.actors.layout_engine import LayoutEngine, layout_capabilities
+from replayssm_orch.actors.layout_kernels import kernels_for
 from replayssm_orch.actors.layout_layers import LayoutGdnLayer, LayoutMamba2Layer
+from replayssm_orch.actors.reference_kernels import ReferenceKernels
 from replayssm_orch.actors.serving import serve
 from replayssm_orch.actors.warmups.capabilities import Unavailable
 from replayssm_orch.actors.warmups.run import run_warmups
@@ -114,7 +116,14 @@ def test_a_missing_module_skips_what_needs_it(field: str, shape, skipped: set[st
 def test_without_a_cuda_device_there_are_no_kernels() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    assert flashinfer_kernels() == Unavailable("FlashInfer's kernels need a CUDA device")
+    missing = Unavailable("FlashInfer's kernels need a CUDA device")
+    assert flashinfer_kernels().decode_unavailable(LayoutGdnLayer, 4) == missing
+    assert flashinfer_kernels().materializer_unavailable(LayoutMamba2Layer) == missing
+
+
+def test_a_cpu_engine_gets_the_references() -> None:
+    assert isinstance(kernels_for("cpu"), ReferenceKernels)
+    assert isinstance(kernels_for("cuda"), FlashInferKernels)
 
 
 def test_questions_about_other_families_are_kept_apart() -> None:

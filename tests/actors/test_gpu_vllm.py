@@ -8,9 +8,9 @@ import torch
 from gpu_results import measured
 from layouts import ATTENTION, TINY_MAMBA2
 from replayssm_orch.actors.cache_geometry import CacheOptions, kv_cache_groups, page_geometry
-from replayssm_orch.actors.flashinfer_adapter import flashinfer_kernels
 from replayssm_orch.actors.layout_engine import LayoutEngine
-from replayssm_orch.actors.layout_plan import LayerPlan, LayoutPlan
+from replayssm_orch.actors.layout_kernels import kernels_for
+from replayssm_orch.actors.layout_plan import LayoutPlan, stage_layers
 from replayssm_orch.actors.vllm_capabilities import adapt_runner
 from replayssm_orch.actors.warmups.guard import guarded_slots, layer_trackers, replayssm_layers
 from replayssm_orch.actors.warmups.run import run_warmups
@@ -76,11 +76,11 @@ def test_the_guard_holds_around_a_real_decode_step(runner) -> None:
 def test_recurrent_layouts_are_those_of_the_layout_engine(runner) -> None:
     names = sorted(layer_tensors(runner), key=lambda name: int(name.split(".")[2]))
     layers = [(name, "attention" if "attn" in name else "mamba2") for name in names]
-    group_of = {name: index for index, group in enumerate(kv_cache_groups(layers)) for name in group}
+    planned, num_groups = stage_layers(layers)
     plan = LayoutPlan(
         device="cuda",
-        layers=tuple(LayerPlan(name, family, group_of[name]) for name, family in layers),
-        num_groups=len(set(group_of.values())),
+        layers=planned,
+        num_groups=num_groups,
         page=page_geometry(TINY_MAMBA2, ATTENTION, CacheOptions("cuda", tp=1, replayssm=True)),
         num_blocks=runner.kv_cache_config.num_blocks,
         max_num_seqs=4,
@@ -90,7 +90,7 @@ def test_recurrent_layouts_are_those_of_the_layout_engine(runner) -> None:
     )
     ours = {
         layout.layer: [(tensor.dtype, tensor.shape, tensor.stride) for tensor in layout.tensors]
-        for layout in LayoutEngine(plan, flashinfer_kernels()).layouts()
+        for layout in LayoutEngine(plan, kernels_for("cuda")).layouts()
         if layout.family == "mamba2"
     }
     theirs = {name: tensors for name, tensors in layer_tensors(runner).items() if name in ours}

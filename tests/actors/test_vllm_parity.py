@@ -2,9 +2,9 @@
 
 import pytest
 from layouts import ATTENTION, TINY_GDN, TINY_MAMBA2
-from replayssm_orch.actors.cache_geometry import CacheOptions, kv_cache_groups, page_geometry
+from replayssm_orch.actors.cache_geometry import CacheOptions, page_geometry
 from replayssm_orch.actors.layout_engine import LayoutEngine
-from replayssm_orch.actors.layout_plan import LayerPlan, LayoutPlan
+from replayssm_orch.actors.layout_plan import LayoutPlan, stage_layers
 from replayssm_orch.actors.reference_kernels import ReferenceKernels
 from replayssm_orch.actors.vllm_capabilities import adapt_runner
 from replayssm_orch.actors.warmups.run import run_warmups
@@ -34,11 +34,11 @@ def engine_like(shape, runner) -> LayoutEngine:
     family = "gdn" if shape is TINY_GDN else "mamba2"
     layers = [(name, "attention" if "attn" in name.split(".")[-1] and "linear" not in name else family)
               for name in layer_tensors(runner)]  # fmt: skip
-    group_of = {name: index for index, names in enumerate(kv_cache_groups(layers)) for name in names}
+    planned, num_groups = stage_layers(layers)
     plan = LayoutPlan(
         device="cpu",
-        layers=tuple(LayerPlan(name, kind, group_of[name]) for name, kind in layers),
-        num_groups=len(set(group_of.values())),
+        layers=planned,
+        num_groups=num_groups,
         page=page_geometry(shape, ATTENTION, CacheOptions("cpu", tp=1, replayssm=False)),
         num_blocks=runner.kv_cache_config.num_blocks,
         max_num_seqs=4,
