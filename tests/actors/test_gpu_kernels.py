@@ -28,7 +28,10 @@ from replayssm_orch.actors.serving import serve
 from replayssm_orch.actors.trackers import advance
 from replayssm_orch.actors.warmups.run import run_warmups
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 ROUNDOFF = 2.0**-8
 DECODE_TOLERANCE = 0.05

@@ -16,7 +16,11 @@ from replayssm_orch.actors.warmups.guard import guarded_slots, layer_trackers, r
 from replayssm_orch.actors.warmups.run import run_warmups
 from vllm_engines import NEMOTRON_H, layer_tensors, shut_down, start_engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(scope="module")
