@@ -48,18 +48,24 @@ class Compiled:
 
     kernels: list[str] = field(default_factory=list)
     launches: list[str] = field(default_factory=list)
+    last_tensors: list[torch.Tensor] = field(default_factory=list)
     mamba2_decodes: list[tuple] = field(default_factory=list)
     mamba2_materializations: list[tuple] = field(default_factory=list)
 
     def compile(self, kernel, *args):
         name = type(kernel).__name__
         self.kernels.append(name)
-        return lambda *launch_args: self.launches.append(name)
+        return lambda *launch_args: self._launch(name, launch_args)
+
+    def _launch(self, name: str, args) -> None:
+        self.launches.append(name)
+        self.last_tensors = [arg.tensor for arg in args if isinstance(arg, _DescribedTensor)]
 
 
 class _DescribedTensor:
     def __init__(self, tensor, assumed_align=None) -> None:
         assert tensor.data_ptr() % 16 == 0
+        self.tensor = tensor
 
     def mark_compact_shape_dynamic(self, **kwargs):
         return self

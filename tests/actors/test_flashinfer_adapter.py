@@ -42,6 +42,15 @@ def test_gdn_compiles_once_a_size_and_then_nothing_while_serving(spec: int, tp: 
         assert len(compiled.kernels) == 4
 
 
+def test_padding_reaches_the_gdn_kernel_as_a_negative_slot() -> None:
+    with flashinfer_without_a_gpu() as (kernels, compiled):
+        engine = engine_on(kernels, TINY_GDN)
+        slots = torch.tensor([3, 0, 1], dtype=torch.int32)
+        engine.decode_step(dict.fromkeys(engine.recurrent_groups(), slots))
+        # The ninth tensor of the launch is initial_state_indices.
+        assert compiled.last_tensors[8].tolist() == [3, -1, 1]
+
+
 def test_another_capacity_compiles_again() -> None:
     with flashinfer_without_a_gpu() as (kernels, compiled):
         for num_blocks in (8, 8, 9):
