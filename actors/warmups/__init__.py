@@ -1,1 +1,1 @@
-"""The ReplaySSM warmups: plain functions over the runner protocol."""
+"""The ReplaySSM warmups: plain functions over a runner protocol, the same on vLLM and on the layout engine."""
