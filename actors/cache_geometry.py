@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-import torch
 from replayssm_orch.actors.records import Family
 from replayssm_orch.actors.trackers import LOGICAL_WINDOW, ReplayWindow
 from replayssm_orch.actors.warmups.decode import executed_width
+from replayssm_orch.configs.architectures import AttentionGeometry, GdnGeometry, Mamba2Geometry
 
 Device = Literal["cpu", "cuda"]
 
@@ -26,46 +26,18 @@ _ATTENTION_BLOCK_ALIGNMENT: dict[Device, int] = {"cpu": 128, "cuda": 16}
 
 
 @dataclass(frozen=True, slots=True)
-class GdnShape:
-    """Gated DeltaNet layers of the whole model, before tensor parallelism; `state_dtype` as on CUDA."""
-
-    value_heads: int
-    key_heads: int
-    value_dim: int
-    key_dim: int
-    conv_kernel: int
-    state_dtype: str = "bfloat16"
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2Shape:
-    """Mamba2 layers of the whole model, before tensor parallelism; `state_dtype` as on CUDA."""
-
-    heads: int
-    head_dim: int
-    d_state: int
-    groups: int
-    conv_kernel: int
-    state_dtype: str = "float32"
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """Attention layers of the whole model, before tensor parallelism."""
-
-    kv_heads: int
-    head_dim: int
-
-
-@dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """What, beside the model, decides cache shapes. `replayssm` adds the rings; vLLM's CPU build never has them."""
+    """What, beside the heads, decides cache shapes. `replayssm` adds the rings; vLLM's CPU build never has them.
+
+    `state_dtype` is what the model asks for the recurrent state on CUDA; None is its family's default.
+    """
 
     device: Device
     tp: int
     replayssm: bool
     num_speculative_tokens: int = 0
     window: int = LOGICAL_WINDOW
+    state_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +69,15 @@ class PageGeometry:
     kv: CacheTensor
 
 
-def page_geometry(recurrent: GdnShape | Mamba2Shape, attention: AttentionShape, options: CacheOptions) -> PageGeometry:
+def page_geometry(
+    recurrent: GdnGeometry | Mamba2Geometry, attention: AttentionGeometry, options: CacheOptions
+) -> PageGeometry:
     """The page of one rank of a hybrid model.
 
     Raises ValueError when `options.tp` does not divide the recurrent heads.
     """
     family: Family
-    if isinstance(recurrent, GdnShape):
+    if isinstance(recurrent, GdnGeometry):
         family = "gdn"
         tensors, window = gdn_tensors(recurrent, options)
     else:
@@ -118,29 +92,29 @@ def page_geometry(recurrent: GdnShape | Mamba2Shape, attention: AttentionShape, 
     return PageGeometry(family, tensors, window, block_size, block_size * token_bytes, kv)
 
 
-def gdn_tensors(shape: GdnShape, options: CacheOptions) -> tuple[tuple[CacheTensor, ...], ReplayWindow | None]:
+def gdn_tensors(shape: GdnGeometry, options: CacheOptions) -> tuple[tuple[CacheTensor, ...], ReplayWindow | None]:
     """conv `[conv - 1 + spec, 2 H K + HV V]`, state `[HV, V, K]`, and with ReplaySSM u, k and g rings."""
     hv = _divide(shape.value_heads, options.tp, "value heads")
     h = _divide(shape.key_heads, options.tp, "key heads")
     spec = options.num_speculative_tokens
-    conv_dim = 2 * h * shape.key_dim + hv * shape.value_dim
+    conv_dim = 2 * h * shape.head_dim_k + hv * shape.head_dim_v
     tensors = (
-        CacheTensor("conv", "bfloat16", (shape.conv_kernel - 1 + spec, conv_dim)),
-        CacheTensor("state", _state_dtype(shape.state_dtype, options.device), (hv, shape.value_dim, shape.key_dim)),
+        CacheTensor("convolution", "bfloat16", (shape.conv_kernel - 1 + spec, conv_dim)),
+        CacheTensor("state", _state_dtype(options, "bfloat16"), (hv, shape.head_dim_v, shape.head_dim_k)),
     )
     if not options.replayssm:
         return tensors, None
     width = executed_width(spec)
     ring = 16 if width == 1 else 32
     rings = (
-        CacheTensor("u_ring", "bfloat16", (hv, ring, shape.value_dim)),
-        CacheTensor("k_ring", "bfloat16", (h, ring, shape.key_dim)),
+        CacheTensor("u_ring", "bfloat16", (hv, ring, shape.head_dim_v)),
+        CacheTensor("k_ring", "bfloat16", (h, ring, shape.head_dim_k)),
         CacheTensor("g_ring", "float32", (hv, ring)),
     )
     return (*tensors, *rings), ReplayWindow(ring, options.window, width, absorbs=width == 1)
 
 
-def mamba2_tensors(shape: Mamba2Shape, options: CacheOptions) -> tuple[tuple[CacheTensor, ...], ReplayWindow | None]:
+def mamba2_tensors(shape: Mamba2Geometry, options: CacheOptions) -> tuple[tuple[CacheTensor, ...], ReplayWindow | None]:
     """conv `[conv - 1 + spec, heads D + 2 G N]`, state `[heads, D, N]`, and with ReplaySSM x, dt and B rings."""
     heads = _divide(shape.heads, options.tp, "Mamba heads")
     # Groups are replicated until every rank has one (MambaStateShapeCalculator.extra_groups_for_head_shards).
@@ -149,9 +123,11 @@ def mamba2_tensors(shape: Mamba2Shape, options: CacheOptions) -> tuple[tuple[Cac
     spec = options.num_speculative_tokens
     tensors = (
         CacheTensor(
-            "conv", "bfloat16", (shape.conv_kernel - 1 + spec, heads * shape.head_dim + 2 * groups * shape.d_state)
+            "convolution",
+            "bfloat16",
+            (shape.conv_kernel - 1 + spec, heads * shape.head_dim + 2 * groups * shape.d_state),
         ),
-        CacheTensor("state", _state_dtype(shape.state_dtype, options.device), (heads, shape.head_dim, shape.d_state)),
+        CacheTensor("state", _state_dtype(options, "float32"), (heads, shape.head_dim, shape.d_state)),
     )
     if not options.replayssm:
         return tensors, None
@@ -159,7 +135,7 @@ def mamba2_tensors(shape: Mamba2Shape, options: CacheOptions) -> tuple[tuple[Cac
     rings = (
         CacheTensor("x_ring", "bfloat16", (heads, ring, shape.head_dim)),
         CacheTensor("dt_ring", "float32", (heads, ring)),
-        CacheTensor("B_ring", "bfloat16", (groups, ring, shape.d_state)),
+        CacheTensor("b_ring", "bfloat16", (groups, ring, shape.d_state)),
     )
     return (*tensors, *rings), ReplayWindow(ring, options.window, 1 + spec)
 
@@ -181,11 +157,14 @@ def kv_cache_groups(layers: Sequence[tuple[str, Family]]) -> tuple[tuple[str, ..
     return tuple(groups)
 
 
-def _state_dtype(declared: str, device: Device) -> str:
+def _state_dtype(options: CacheOptions, family_default: str) -> str:
     # vLLM's CPU platform asks for float32 states where the CPU has AVX-512 BF16.
-    if device == "cpu" and torch.cpu._is_avx512_bf16_supported():
-        return "float32"
-    return declared
+    if options.device == "cpu":
+        import torch
+
+        if torch.cpu._is_avx512_bf16_supported():
+            return "float32"
+    return options.state_dtype or family_default
 
 
 def _divide(heads: int, tp: int, what: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from replayssm_orch.actors.cache_geometry import PageGeometry
 from replayssm_orch.actors.layout_plan import LayoutPlan
 from replayssm_orch.actors.records import LayerLayout, TensorLayout

@@ -7,6 +7,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,16 @@ class EngineHost:
         self._released.set()
 
     def serve(self, requests: Sequence[Request]) -> int | RankFailure:
-        """Serve the requests as one batch with greedy sampling; returns the number of tokens that came out."""
+        """Serve the requests as one batch with greedy sampling; returns the number of tokens that came out.
+
+        Prompts are cut to what the model's length leaves beside `max_tokens`.
+        """
         try:
             from vllm import SamplingParams
 
+            model = self._engine.llm_engine.model_config
             outputs = self._engine.generate(
-                [{"prompt_token_ids": list(range(1, request.prompt_tokens + 1))} for request in requests],
+                [_prompt(request, model.get_vocab_size(), model.max_model_len) for request in requests],
                 [
                     SamplingParams(temperature=0.0, max_tokens=r.max_tokens, ignore_eos=True, detokenize=False)
                     for r in requests
@@ -92,6 +97,11 @@ class EngineHost:
         except BaseException as error:
             return _failure(error)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def _prompt(request: Request, vocabulary: int, max_model_len: int) -> dict[str, list[int]]:
+    length = max(1, min(request.prompt_tokens, max_model_len - request.max_tokens))
+    return {"prompt_token_ids": list(islice(cycle(range(1, vocabulary)), length))}
 
 
 def _layouts(shards: tuple[Any, ...]) -> list[RankLayouts]:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 from replayssm_orch.actors.records import RankFailure
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class ShardFailed(RuntimeError):
@@ -17,6 +26,23 @@ def one_line(error: BaseException, limit: int = 400) -> str:
     """The error's type and message, folded into one line of at most `limit` characters."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def sendable(method: Callable[P, R]) -> Callable[P, R]:
+    """An actor method whose exceptions survive the way to the driver: one that cannot be pickled becomes its text."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:
+                raise RuntimeError(f"{one_line(error)}\n{traceback.format_exc()}") from None
+            raise
+
+    return call
 
 
 def failure_of(error: BaseException, rank: int | None, stage: int | None, phase: str) -> RankFailure:

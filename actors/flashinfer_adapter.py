@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
 from replayssm_orch.actors.layout_layers import (
     GdnInputs,
     LayoutGdnLayer,

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeGuard
 
 import torch
+
 from replayssm_orch.actors.cache_pool import allocate_pool, layer_layouts
 from replayssm_orch.actors.layout_inputs import gdn_inputs, mamba2_inputs, recurrent_layer
 from replayssm_orch.actors.layout_layers import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+
 from replayssm_orch.actors.cache_geometry import PageGeometry
 from replayssm_orch.actors.layout_layers import (
     GdnInputs,

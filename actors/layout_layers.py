@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
 from replayssm_orch.actors.trackers import ReplayWindow
 from replayssm_orch.actors.warmups.capabilities import Unavailable
 

@@ -6,8 +6,8 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from replayssm_orch.actors.cache_geometry import Device, PageGeometry, kv_cache_groups
-from replayssm_orch.actors.records import Family
+from replayssm_orch.actors.cache_geometry import CacheOptions, Device, PageGeometry, kv_cache_groups, page_geometry
+from replayssm_orch.actors.records import Family, LayoutSpec
 
 MambaCacheMode = Literal["none", "align", "all"]
 
@@ -55,6 +55,33 @@ class LayoutPlan:
     def blocks_per_request(self) -> int:
         """Columns of a recurrent group's block table: one per position in align mode, else one."""
         return -(-self.max_model_len // self.mamba_block_size)
+
+
+def plan_of(spec: LayoutSpec) -> LayoutPlan:
+    """The shard that `spec` describes, on the host that this runs on (its CPU decides the CPU's state dtype)."""
+    layers, num_groups = stage_layers(spec.model_layers, spec.held)
+    options = CacheOptions(
+        device=spec.device,
+        tp=spec.tp,
+        replayssm=spec.replayssm,
+        num_speculative_tokens=spec.num_speculative_tokens,
+        state_dtype=spec.state_dtype,
+    )
+    # A request holds a block of every group, in align mode also the block that it fills next; block 0 is padding.
+    columns = 2 if spec.mamba_cache_mode == "align" else 1
+    return LayoutPlan(
+        device=spec.device,
+        layers=layers,
+        num_groups=num_groups,
+        page=page_geometry(spec.recurrent, spec.attention, options),
+        num_blocks=spec.num_blocks or 1 + spec.max_num_seqs * columns * num_groups,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_model_len=spec.max_model_len,
+        capture_sizes=spec.capture_sizes,
+        num_speculative_tokens=spec.num_speculative_tokens,
+        mamba_cache_mode=spec.mamba_cache_mode,
+    )
 
 
 def stage_layers(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+
 from replayssm_orch.actors.layout_layers import LayoutGdnLayer, LayoutLayer, LayoutMamba2Layer, RecurrentKernels
 from replayssm_orch.actors.trackers import advance, reset
 from replayssm_orch.actors.warmups.capabilities import LifecycleGroup

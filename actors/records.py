@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from replayssm_orch.configs.architectures import AttentionGeometry, GdnGeometry, Mamba2Geometry
+
 Device = Literal["cpu", "cuda"]
 Family = Literal["gdn", "mamba2", "attention"]
 WarmupState = Literal["done", "skipped", "failed"]
@@ -106,6 +108,52 @@ class EngineSpec:
     args: Mapping[str, Any]
     optional_args: Mapping[str, Any]
     hold_timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSpec:
+    """What a layout shard is made from: the model's heads before tensor parallelism, its layers, vLLM's limits.
+
+    `model_layers` are the cache-bearing layers of all stages as (name, family), in model order; `held` names this
+    stage's. `state_dtype` None is the family's default; `num_blocks` None is enough for `max_num_seqs` requests.
+    `capture_sizes` are in requests.
+    """
+
+    device: Device
+    tp: int
+    recurrent: GdnGeometry | Mamba2Geometry
+    attention: AttentionGeometry
+    state_dtype: str | None
+    replayssm: bool
+    model_layers: tuple[tuple[str, Family], ...]
+    held: frozenset[str]
+    num_blocks: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    capture_sizes: tuple[int, ...]
+    num_speculative_tokens: int
+    mamba_cache_mode: Literal["none", "align", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecisions:
+    """What decides, on one rank, whether and how a warmup step runs; it must be equal on every rank."""
+
+    rank: int
+    inputs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a stretch of serving-shaped traffic did; `flushes` and `publications` are per request, over one group."""
+
+    decode_steps: int
+    batch_sizes: tuple[int, ...]
+    resets: int
+    moves: int
+    flushes: int
+    publications: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
 from replayssm_orch.actors.trackers import LOGICAL_WINDOW, ReplayWindow
 
 _L2_EPSILON = 1e-6

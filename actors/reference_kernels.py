@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
 from replayssm_orch.actors.layout_layers import (
     GdnInputs,
     LayoutGdnLayer,

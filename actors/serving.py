@@ -7,22 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from replayssm_orch.actors.layout_engine import LayoutEngine
 from replayssm_orch.actors.lifecycle_context import ReplayLifecycle
+from replayssm_orch.actors.records import Traffic
 
 _FINISH_CHANCE = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What a run of `serve` did; `flushes` and `publications` are counted per request, over one group."""
-
-    decode_steps: int
-    batch_sizes: tuple[int, ...]
-    resets: int
-    moves: int
-    flushes: int
-    publications: int
 
 
 @dataclass(slots=True)

@@ -5,10 +5,22 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+from replayssm_orch.actors.failures import sendable
 from replayssm_orch.actors.rank_log import redirect_output
-from replayssm_orch.actors.records import Compilation, RankLayouts, ShardIdentity, ShardPlace, WarmupOutcome
+from replayssm_orch.actors.records import (
+    Compilation,
+    RankLayouts,
+    ShardIdentity,
+    ShardPlace,
+    StepDecisions,
+    WarmupOutcome,
+)
+
+if TYPE_CHECKING:
+    from replayssm_orch.actors.warmup_session import WarmupSession
 
 
 class Shard:
@@ -53,11 +65,16 @@ class Shard:
             port = probe.getsockname()[1]
         return f"tcp://{ray.util.get_node_ip_address()}:{port}"
 
+    @sendable
     def call(self, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One of vLLM's worker RPCs: a method name or a callable that takes the worker (vLLM's `collective_rpc`)."""
         from vllm.v1.outputs import AsyncModelRunnerOutput
         from vllm.v1.serial_utils import run_method
 
+        from replayssm_orch.actors.vllm_adapter import adopt_logging
+
+        if method == "init_worker":
+            adopt_logging(args[0][self._identity.rank]["vllm_config"])
         result = run_method(self._worker, method, args, kwargs)
         return result.get_output() if isinstance(result, AsyncModelRunnerOutput) else result
 
@@ -67,11 +84,27 @@ class Shard:
 
         return rank_layouts(self._worker.worker, self._identity.rank)
 
-    def warm(self) -> tuple[WarmupOutcome, ...]:
-        """Run every ReplaySSM warmup that applies here; one that does not says why."""
-        from replayssm_orch.actors.vllm_adapter import skipped_warmups
+    def committable_blocks(self) -> int:
+        """Cache blocks that this rank can commit (a collective where vLLM's caches grow: call it on every rank)."""
+        return self._session.committable_blocks()
 
-        return skipped_warmups()
+    def decisions(self) -> StepDecisions:
+        """What decides the warmup steps on this rank."""
+        return self._session.decisions()
+
+    @sendable
+    def run_step(self, step: str, agreed_blocks: int) -> tuple[WarmupOutcome, ...]:
+        """Run one ReplaySSM warmup step. Only where no request is live: the guard clears slots and trackers."""
+        outcomes = self._session.run(step, agreed_blocks)
+        self._worker.worker.synchronize_device()
+        return outcomes
+
+    @cached_property
+    def _session(self) -> WarmupSession:
+        from replayssm_orch.actors.vllm_capabilities import adapt_runner
+        from replayssm_orch.actors.warmup_session import WarmupSession
+
+        return WarmupSession(self._identity.rank, *adapt_runner(self._worker.worker.model_runner))
 
     def arm_monitor(self) -> None:
         """Count this process's kernel compilations from now on."""

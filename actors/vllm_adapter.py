@@ -17,7 +17,6 @@ from replayssm_orch.actors.records import (
     LayerLayout,
     RankLayouts,
     TensorLayout,
-    WarmupOutcome,
 )
 from replayssm_orch.configs.errors import CannotRun, ConfigError
 
@@ -36,8 +35,8 @@ EXECUTOR_HOOKS = ("_init_executor", "collective_rpc", "check_health", "compile_o
 
 # `MambaBase.kv_cache` is (convolution, state[, rings…]) and has no names of its own; these are design words.
 _TENSOR_NAMES: dict[Family, tuple[str, ...]] = {
-    "gdn": ("convolution", "state", "ring_u", "ring_k", "ring_g"),
-    "mamba2": ("convolution", "state", "ring_x", "ring_dt", "ring_b"),
+    "gdn": ("convolution", "state", "u_ring", "k_ring", "g_ring"),
+    "mamba2": ("convolution", "state", "x_ring", "dt_ring", "b_ring"),
     "attention": ("kv",),
 }
 # vLLM's `MambaBase.mamba_type` -> the family of warmups and kernels.
@@ -165,13 +164,14 @@ def tensor_layout(name: str, tensor: Any) -> TensorLayout:
     )
 
 
-def skipped_warmups() -> tuple[WarmupOutcome, ...]:
-    """The ReplaySSM warmups, all skipped, each with why."""
-    from vllm.platforms import current_platform
+def adopt_logging(vllm_config: Any) -> None:
+    """Log in this process as vLLM's workers do: by the engine's logging configuration. 0.29 does so at import."""
+    from vllm import logger
 
-    device = current_platform.device_type
-    reason = f"no ReplaySSM kernel runs on device {device}"
-    return tuple(WarmupOutcome(name, "skipped", reason) for name in ("lifecycle", "gdn", "materializer"))
+    configure = getattr(logger, "configure_logging", None)
+    logging_config = getattr(vllm_config, "logging_config", None)
+    if configure is not None and logging_config is not None:
+        configure(logging_config)
 
 
 class CompilationMonitor:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
 from replayssm_orch.actors.warmups.capabilities import TRACKERS, Unavailable
 
 RELEASE_TRACKERS = (*TRACKERS, "_replayssm_prev_query_len")

@@ -69,6 +69,7 @@ class WarmConfig(BaseModel):
     capture_sizes: Annotated[tuple[Count, ...], BeforeValidator(_split_sizes)] = ()
     num_speculative_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
     mamba_cache_mode: Literal["none", "align", "all"] = "none"
+    num_blocks: Count | None = None
     engine_args: dict[str, Any] = Field(default_factory=dict)
     weights: Annotated[bool, Field(strict=True)] = False
     start_timeout: Seconds = 300.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from typing import Any, NoReturn
 
 import click
 
@@ -15,7 +17,22 @@ _COMMANDS = {
 
 
 class LazyCommands(click.Group):
-    """A group that imports a command's module on its first use."""
+    """A group that imports a command's module on its first use, and tells a usage error in one line."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        try:
+            super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message())
+            sys.exit(error.exit_code)
+        except click.ClickException as error:
+            context = getattr(error, "ctx", None)
+            hint = f" (see {context.command_path} --help)" if context else ""
+            click.echo(f"error: {error.format_message()}{hint}", err=True)
+            sys.exit(error.exit_code)
+        except click.exceptions.Abort:
+            sys.exit(130)
+        sys.exit(0)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)

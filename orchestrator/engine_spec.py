@@ -24,6 +24,8 @@ def engine_spec(config: WarmConfig, spec: ModelSpec, device: Device) -> EngineSp
     }
     if config.mamba_cache_mode != "none":
         args["mamba_cache_mode"] = config.mamba_cache_mode
+    if config.num_blocks is not None:
+        args["num_gpu_blocks_override"] = config.num_blocks
     if speculative:
         # The one method that needs no draft model and no draft weights.
         args["speculative_config"] = {
@@ -53,11 +55,12 @@ def engine_spec(config: WarmConfig, spec: ModelSpec, device: Device) -> EngineSp
     )
 
 
-def verification_requests(config: WarmConfig) -> tuple[tuple[Request, ...], ...]:
-    """Batches of a few real requests: one short, several of unlike lengths, one long enough to be its own prefill."""
-    several = min(3, config.max_num_seqs)
-    return (
-        (Request(prompt_tokens=5, max_tokens=8),),
-        tuple(Request(prompt_tokens=length, max_tokens=12) for length in (3, 40, 130)[:several]),
-        (Request(prompt_tokens=min(512, config.max_num_batched_tokens), max_tokens=4),),
-    )
+def _batch(*prompt_tokens: int) -> tuple[Request, ...]:
+    return tuple(Request(prompt_tokens=tokens, max_tokens=12) for tokens in prompt_tokens)
+
+
+# Real requests in batches: alone and together, prompts of 1 token, of multiples of 16 and of none, longer than a
+# prefill tile. vLLM's own warm-up leaves some kernel variants to the first requests: here they join the warm pass.
+WARM_UP = (_batch(1), _batch(5), _batch(32), _batch(1, 16, 40), _batch(2, 130, 256), _batch(512))
+# Other lengths than the warm pass had: nothing may be left to compile.
+VERIFICATION = (_batch(7), _batch(48), _batch(3, 33, 64), _batch(200, 9, 400))

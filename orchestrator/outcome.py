@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -13,7 +13,6 @@ from replayssm_orch.actors.records import (
     Compilation,
     Device,
     NodeInfo,
-    PhaseEvent,
     RankFailure,
     RankLayouts,
     ShardPlace,
@@ -56,20 +55,21 @@ class RunFacts:
     layouts: tuple[RankLayouts, ...] = ()
     dedup: Dedup | None = None
     warmups: dict[int, tuple[WarmupOutcome, ...]] = field(default_factory=dict)
-    compilations: dict[int, tuple[Compilation, ...]] = field(default_factory=dict)
+    first_pass: dict[int, tuple[Compilation, ...]] = field(default_factory=dict)
+    second_pass: dict[int, tuple[Compilation, ...]] = field(default_factory=dict)
     failure: RankFailure | None = None
     warnings: tuple[str, ...] = ()
     _seconds: dict[int, dict[str, float]] = field(default_factory=dict)
     _running: dict[int, str] = field(default_factory=dict)
 
-    def phase(self, event: PhaseEvent) -> None:
-        """Take note of a rank's phase that began or ended; a phase that comes again adds up."""
-        if event.seconds is None:
-            self._running[event.rank] = event.phase
+    def phase(self, rank: int, phase: str, seconds: float | None) -> None:
+        """Take note that a phase of a rank began (`seconds` None) or ended; a phase that comes again adds up."""
+        if seconds is None:
+            self._running[rank] = phase
             return
-        self._running.pop(event.rank, None)
-        seconds = self._seconds.setdefault(event.rank, {})
-        seconds[event.phase] = seconds.get(event.phase, 0.0) + event.seconds
+        self._running.pop(rank, None)
+        of_rank = self._seconds.setdefault(rank, {})
+        of_rank[phase] = of_rank.get(phase, 0.0) + seconds
 
     def phase_seconds(self, rank: int) -> Mapping[str, float]:
         """Seconds by phase of one rank."""
@@ -89,13 +89,17 @@ def rank_problems(facts: RunFacts) -> tuple[str, ...]:
             problems.append(f"rank {rank}: the warmups did not run")
             continue
         problems += [f"rank {rank}: warmup {o.name} failed: {o.reason}" for o in outcomes if o.state == "failed"]
-        compiled = facts.compilations.get(rank, ())
+        compiled = facts.second_pass.get(rank, ())
         if compiled:
-            names = ", ".join(sorted({f"{c.backend} {c.kernel}" for c in compiled}))
-            problems.append(f"rank {rank}: {len(compiled)} compilations while serving after the warm-up: {names}")
-        if facts.device == "cuda" and rank not in facts.compilations:
+            problems.append(f"rank {rank}: the second pass compiled {len(compiled)}: {kernel_names(compiled)}")
+        if facts.device == "cuda" and rank not in facts.second_pass:
             problems.append(f"rank {rank}: not verified")
     return tuple(problems)
+
+
+def kernel_names(compiled: Iterable[Compilation]) -> str:
+    """`CuTeDSL a, Triton b`: each kernel once."""
+    return ", ".join(sorted({f"{c.backend} {c.kernel}" for c in compiled}))
 
 
 def build_report(facts: RunFacts, state: RunState, error: str | None, started: float, ended: float) -> Report:
@@ -118,7 +122,7 @@ def build_report(facts: RunFacts, state: RunState, error: str | None, started: f
         cluster=_cluster(facts),
         ranks=tuple(_rank(facts, rank) for rank in range(facts.config.tp * facts.config.pp)),
         signatures=_signatures(dedup),
-        dedup=DedupReport(signatures_seen=dedup.seen, signatures_unique=len(dedup.unique)) if dedup else DedupReport(),
+        dedup=_dedup(facts),
         warnings=facts.warnings,
         error=error,
     )
@@ -127,7 +131,7 @@ def build_report(facts: RunFacts, state: RunState, error: str | None, started: f
 def _rank(facts: RunFacts, rank: int) -> RankReport:
     tp = facts.config.tp
     place = next((p for p in facts.places if p.rank == rank), None)
-    compiled = facts.compilations.get(rank)
+    compiled = facts.second_pass.get(rank)
     failure = facts.failure if facts.failure and facts.failure.rank == rank else None
     return RankReport(
         rank=rank,
@@ -146,7 +150,7 @@ def _rank(facts: RunFacts, rank: int) -> RankReport:
         ),
         loaded=0,
         built=0,
-        compiled_in_process=0,
+        compiled_in_process=len(facts.first_pass.get(rank, ())),
         second_pass=SecondPass(monitor_compilations=None if compiled is None else len(compiled)),
         error=f"{failure.error}\n{failure.traceback}".rstrip() if failure else None,
     )
@@ -191,6 +195,16 @@ def _cluster(facts: RunFacts) -> ClusterReport:
             )
             for node in facts.nodes
         )
+    )
+
+
+def _dedup(facts: RunFacts) -> DedupReport:
+    if facts.dedup is None:
+        return DedupReport()
+    return DedupReport(
+        signatures_seen=facts.dedup.seen,
+        signatures_unique=len(facts.dedup.unique),
+        compilations=sum(map(len, facts.first_pass.values())),
     )
 
 

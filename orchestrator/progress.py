@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from rich.table import Table
 
+from replayssm_orch.orchestrator.report import STEPS
+
 # The phases that people wait for; all of them are in events.jsonl.
 SHOWN_PHASES = (
     "place",
@@ -19,9 +21,10 @@ SHOWN_PHASES = (
     "load_model",
     "determine_available_memory",
     "initialize_from_config",
+    "allocate",
     "compile_or_warm_up_model",
-    "warmups",
-    "verify",
+    *STEPS,
+    "serve",
 )
 
 

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from replayssm_orch.configs.errors import ConfigError
 
 SCHEMA_VERSION = 1
+# The steps of `actors.warmups.run.STEPS`, in order; a test holds the two equal (that module imports torch).
+STEPS = ("lifecycle", "gdn", "mamba2-decode")
 RunState = Literal["warm", "prepared", "failed", "interrupted"]
 
 

@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from replayssm_orch.actors.failures import one_line
-from replayssm_orch.actors.records import (
-    Compilation,
-    Device,
-    EngineStatus,
-    NodeInfo,
-    RankFailure,
-    RankLayouts,
-    WarmupOutcome,
-)
+from replayssm_orch.actors.records import Device, NodeInfo, RankFailure
 from replayssm_orch.configs.checks import check_parallel
 from replayssm_orch.configs.errors import CannotRun, UserError
 from replayssm_orch.configs.models import ModelSpec, load_model_spec
@@ -35,16 +27,17 @@ from replayssm_orch.orchestrator.cluster import (
     read_remote_logs,
     resolve_address,
 )
-from replayssm_orch.orchestrator.dedup import Dedup, deduplicate
-from replayssm_orch.orchestrator.engine_spec import engine_spec, verification_requests
+from replayssm_orch.orchestrator.dedup import deduplicate
+from replayssm_orch.orchestrator.engines import Engine, LayoutEngineRun, VllmEngine
 from replayssm_orch.orchestrator.failures import RunFailed
-from replayssm_orch.orchestrator.outcome import RunFacts, build_report, rank_problems
+from replayssm_orch.orchestrator.outcome import RunFacts, build_report, kernel_names, rank_problems
 from replayssm_orch.orchestrator.placement import place, rank_resources, shortage
 from replayssm_orch.orchestrator.progress import Progress
 from replayssm_orch.orchestrator.report import Report, RunFolder, RunState
 from replayssm_orch.orchestrator.shards import ShardGroup
+from replayssm_orch.orchestrator.warming import run_warmups
+from replayssm_orch.orchestrator.watch import Bound, Watch
 
-_POLL_SECONDS = 0.25
 _LOG_BYTES = 32 * 2**20
 _CLEANUP_SECONDS = 10.0
 
@@ -87,8 +80,8 @@ class WarmRun:
         self._address = address
         self._folder = folder
         self._progress = progress
-        self._events_seen = 0
         self.facts = RunFacts(run_id=run_id, command=command, config=config, target=target)
+        self._watch = Watch(self.facts, folder, progress)
 
     def execute(self) -> tuple[Report, int]:
         """The whole run, bounded; everything that it started is ended before this returns."""
@@ -122,21 +115,26 @@ class WarmRun:
     def _steps(self, cleanup: ExitStack) -> None:
         config, facts = self._config, self.facts
         start = Bound("--start-timeout", config.start_timeout)
-        with self._timed("connect"):
+        with self._watch.timed("connect"):
             cluster = cleanup.enter_context(connect(self._address, config.tp * config.pp, start.left()))
         _on_signals_interrupt()  # Ray's driver installs a SIGTERM handler of its own
         facts.nodes = cluster.nodes()
         device = self._device(cluster)
-        with self._timed("probe"):
+        with self._watch.timed("probe"):
             self._check_cluster(probe_nodes(cluster, start.left()), device)
         check_parallel(self._spec, config, device)
         facts.device = device
         group = self._place(cluster, device, start)
         cleanup.callback(self._clean_up, cluster, group)
-        self._start(group, device, start)
-        self._warm_up(group)
+        run_engine = LayoutEngineRun if config.engine == "layout" else VllmEngine
+        engine = run_engine(self._watch, group, config, self._spec, device)
+        engine.bring_up(start)
+        self._collect()
+        with self._watch.timed("release"):
+            engine.release(self._step_bound())
+        self._warm_pass(engine, device)
         if device == "cuda":
-            self._verify(group)
+            self._second_pass(engine)
 
     def _device(self, cluster: Cluster) -> Device:
         gpus = sum(node.gpus for node in cluster.capacities())
@@ -174,116 +172,55 @@ class WarmRun:
             raise CannotRun(f"--tp {config.tp} --pp {config.pp}: {lacking}; lower them, or use --address of a cluster")
         ranks = config.tp * config.pp
         self._progress.say(f"placing {ranks} rank{'s' if ranks > 1 else ''}: {config.placement}, device {device}")
-        with self._timed("place"):
-            return ShardGroup.create(cluster, placement, config, self.facts.run_id, device, bound.left())
+        with self._watch.timed("reserve"):
+            return ShardGroup.reserve(cluster, placement, config, self.facts.run_id, bound.left())
 
-    def _start(self, group: ShardGroup, device: Device, bound: Bound) -> None:
-        """Bring the engine up to the hold, collect the layouts, dedup them."""
-        self._started = group.start(engine_spec(self._config, self._spec, device))
-        self.facts.places = tuple(self._await(group, group.places(), bound, "start", by_rank=True))
-        self._await_hold(group, bound)
-        held = self.facts.layouts
-        self.facts.dedup = deduplicate(held, {place.rank: place.arch for place in self.facts.places})
-        self._say_dedup(self.facts.dedup, held)
+    def _collect(self) -> None:
+        """At the hold: dedup what every rank's caches look like."""
+        facts = self.facts
+        self._folder.event("hold")
+        dedup = deduplicate(facts.layouts, {place.rank: place.arch for place in facts.places})
+        facts.dedup = dedup
+        blocks = min(layouts.num_blocks for layouts in facts.layouts)
+        ranks = len(facts.layouts)
+        self._progress.say(
+            f"layouts: {dedup.seen} layers on {ranks} rank{'s' if ranks > 1 else ''}, "
+            f"{len(dedup.unique)} distinct, {blocks} blocks"
+        )
 
-    def _await_hold(self, group: ShardGroup, bound: Bound) -> None:
-        while not self.facts.layouts:
-            status = self._poll(group)
-            if status.held is not None:
-                self.facts.layouts = status.held
-                self._folder.event("hold")
-                return
-            if group.wait([self._started], _POLL_SECONDS)[0]:
-                self._finish_start(group)
-                raise RunFailed(RankFailure(None, None, "engine start", "vLLM started without the hold being reached"))
-            if bound.over():
-                self._time_out("engine start", bound)
+    def _warm_pass(self, engine: Engine, device: Device) -> None:
+        """The warmups and, on CUDA, first traffic; what they compile is counted and reported."""
+        with self._watch.timed("warm pass"):
+            if device == "cuda":
+                self._on_every_rank(engine, "arm_monitor")
+            outcomes = run_warmups(self._watch, engine.group, self._step_bound)
+            self.facts.warmups = dict(enumerate(outcomes))
+            if device == "cuda":
+                engine.first_requests(self._step_bound())
+                self.facts.first_pass = dict(enumerate(self._on_every_rank(engine, "take_compilations")))
+                self._warn_of_first_requests()
 
-    def _warm_up(self, group: ShardGroup) -> None:
-        """Release the hold: vLLM's own warm-up and graph capture, then the ReplaySSM warmups on every rank."""
-        group.release()
-        with self._timed("vllm warm-up"):
-            self._await(group, [self._started], self._step_bound(), "compile_or_warm_up_model")
-            self._finish_start(group)
-        with self._timed("warmups"):
-            outcomes: list[tuple[WarmupOutcome, ...] | RankFailure] = self._await(
-                group, group.warm(), self._step_bound(), "warmups", by_rank=True
+    def _warn_of_first_requests(self) -> None:
+        """vLLM's own warm-up should have left nothing to compile: name what it did leave."""
+        compiled = [compilation for of_rank in self.facts.first_pass.values() for compilation in of_rank]
+        if self._config.engine == "vllm" and compiled:
+            self.facts.warnings += (
+                f"vLLM's own warm-up left {len(compiled)} compilations to the warm pass ({kernel_names(compiled)}): "
+                "without it the first requests would have paid for them",
             )
-        for rank, outcome in enumerate(outcomes):
-            if isinstance(outcome, RankFailure):
-                raise RunFailed(outcome)
-            self.facts.warmups[rank] = outcome
 
-    def _verify(self, group: ShardGroup) -> None:
-        """Serve a few real requests with every rank's compilation monitor armed."""
-        bound = self._step_bound()
-        with self._timed("verify"):
-            self._await(group, group.arm_monitors(), bound, "verify", by_rank=True)
-            for batch in verification_requests(self._config):
-                (served,) = self._await(group, [group.serve(batch)], bound, "verify")
-                if isinstance(served, RankFailure):
-                    raise RunFailed(served)
-            compilations: list[tuple[Compilation, ...]] = self._await(
-                group, group.take_compilations(), bound, "verify", by_rank=True
-            )
-        self.facts.compilations = dict(enumerate(compilations))
+    def _second_pass(self, engine: Engine) -> None:
+        """The same warmups and more traffic: an independent monitor must see no compilation."""
+        with self._watch.timed("second pass"):
+            run_warmups(self._watch, engine.group, self._step_bound)
+            engine.more_requests(self._step_bound())
+            self.facts.second_pass = dict(enumerate(self._on_every_rank(engine, "take_compilations")))
 
-    def _finish_start(self, group: ShardGroup) -> None:
-        result = group.result(self._started, None, "engine start")
-        if isinstance(result, RankFailure):
-            raise RunFailed(result)
-        self.facts.warnings += result
+    def _on_every_rank(self, engine: Engine, method: str) -> list[Any]:
+        return self._watch.results(engine.group, engine.group.on_every_rank(method), self._step_bound(), "monitor")
 
     def _step_bound(self) -> Bound:
         return Bound("--step-timeout", self._config.step_timeout)
-
-    def _await(self, group: ShardGroup, refs: list[Any], bound: Bound, step: str, by_rank: bool = False) -> list[Any]:
-        """Every result by position (`by_rank`: one a rank); the first failure, or the bound, ends the wait."""
-        rank_of = {ref: rank if by_rank else None for rank, ref in enumerate(refs)}
-        results: dict[Any, Any] = {}
-        pending = list(refs)
-        while pending:
-            ready, pending = group.wait(pending, _POLL_SECONDS)
-            for ref in ready:
-                results[ref] = group.result(ref, rank_of[ref], step)
-            self._poll(group)
-            if pending and bound.over():
-                self._time_out(step, bound)
-        return [results[ref] for ref in refs]
-
-    def _time_out(self, step: str, bound: Bound) -> NoReturn:
-        unfinished = self.facts.unfinished_phases()
-        waiting = (
-            ", ".join(f"rank {rank} in {phase}" for rank, phase in sorted(unfinished.items())) or "no rank answered"
-        )
-        error = f"not finished within {bound.option} {bound.seconds:g} s ({waiting}); raise it or see the ranks' logs"
-        rank = min(unfinished, default=None)
-        stage = None if rank is None else rank // self._config.tp
-        raise RunFailed(RankFailure(rank, stage, step, error, exit_code=bound.exit_code))
-
-    def _poll(self, group: ShardGroup) -> EngineStatus:
-        status = group.status(self._events_seen)
-        self._events_seen += len(status.events)
-        for event in status.events:
-            self.facts.phase(event)
-            self._progress.phase(event.rank, event.phase, event.seconds)
-            if event.seconds is not None:
-                self._folder.event(event.phase, rank=event.rank, seconds=event.seconds, at=event.at + event.seconds)
-        return status
-
-    @contextmanager
-    def _timed(self, step: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._folder.event(step, seconds=time.monotonic() - started)
-
-    def _say_dedup(self, dedup: Dedup, held: tuple[RankLayouts, ...]) -> None:
-        blocks = min(layouts.num_blocks for layouts in held)
-        self._progress.say(
-            f"layouts: {dedup.seen} layers on {len(held)} ranks, {len(dedup.unique)} distinct, {blocks} blocks"
-        )
 
     def _clean_up(self, cluster: Cluster, group: ShardGroup) -> None:
         """End the actors, then bring their logs into the run folder."""
@@ -296,24 +233,6 @@ class WarmRun:
                 continue
             (self._folder.logs / f"{name}.log").write_bytes(content)
         group.remove()
-
-
-class Bound:
-    """A wait's end: the option that sets it, its length in seconds, and what is left of it."""
-
-    def __init__(self, option: str, seconds: float) -> None:
-        self.option = option
-        self.seconds = seconds
-        self.exit_code = CannotRun.exit_code if option == "--start-timeout" else UserError.exit_code
-        self._deadline = time.monotonic() + seconds
-
-    def left(self) -> float:
-        """Seconds left, never quite none."""
-        return max(0.1, self._deadline - time.monotonic())
-
-    def over(self) -> bool:
-        """Whether the time is up."""
-        return time.monotonic() > self._deadline
 
 
 def _raise_interrupt(signum: int, frame: object) -> NoReturn:

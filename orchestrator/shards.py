@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from replayssm_orch.actors.engine_host import EngineHost
 from replayssm_orch.actors.failures import failure_of
+from replayssm_orch.actors.layout_shard import LayoutShard
 from replayssm_orch.actors.rank_log import log_directory
-from replayssm_orch.actors.records import Device, EngineSpec, EngineStatus, Request, ShardIdentity
+from replayssm_orch.actors.records import Device, EngineSpec, EngineStatus, LayoutSpec, Request, ShardIdentity
 from replayssm_orch.actors.shard import Shard
 from replayssm_orch.configs.errors import CannotRun
 from replayssm_orch.configs.schema import WarmConfig
@@ -33,76 +34,89 @@ _HOST_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 class ShardGroup:
     """Handles to a run's actors. The driver's only way to them; it never reaches into a shard's internals."""
 
-    def __init__(self, placement_group: Any, shards: tuple[Any, ...], host: Any, run_id: str, tp: int) -> None:
-        self._placement_group = placement_group
-        self._shards = shards
-        self._host = host
+    def __init__(self, run_id: str, tp: int, placement: Placement, reserved: Any) -> None:
+        from ray.util.placement_group import placement_group_table
+
         self._run_id = run_id
         self._tp = tp
-        self._bundle_nodes: dict[int, str] = {}
-        self._bundle_of_rank: tuple[int, ...] = ()
+        self._placement = placement
+        self._reserved = reserved
+        self._bundle_nodes: dict[int, str] = dict(placement_group_table(reserved)["bundles_to_node_id"])
+        self._shards: tuple[Any, ...] = ()
+        self._host: Any = None
 
     @classmethod
-    def create(
-        cls, cluster: Cluster, placement: Placement, config: WarmConfig, run_id: str, device: Device, timeout: float
+    def reserve(
+        cls, cluster: Cluster, placement: Placement, config: WarmConfig, run_id: str, timeout: float
     ) -> ShardGroup:
-        """Reserve the placement group and spawn the actors in it.
+        """Reserve the placement group.
 
-        Raises CannotRun when the cluster cannot hold the placement within `timeout` seconds; nothing is left then.
+        Raises CannotRun when the cluster cannot hold it within `timeout` seconds; nothing is left then.
         """
-        import ray
-        from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+        from ray.util.placement_group import placement_group, remove_placement_group
 
         reserved = placement_group([dict(b) for b in placement.bundles], strategy=placement.strategy)
         try:
             if not reserved.wait(timeout):
                 raise CannotRun(_no_capacity(placement, cluster, config.start_timeout))
-            table = placement_group_table(reserved)
-            options = {"max_restarts": 0, "max_task_retries": 0}
-            shards = tuple(
-                ray.remote(Shard)
-                .options(
-                    num_cpus=placement.per_rank["CPU"],
-                    num_gpus=placement.per_rank.get("GPU", 0),
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, bundle),
-                    runtime_env=_runtime_env(_ENVIRONMENT),
-                    **options,
-                )
-                .remote(ShardIdentity(run_id, rank, tp_rank=rank % config.tp, pp_rank=rank // config.tp))
-                for rank, bundle in enumerate(placement.bundle_of_rank)
-            )
-            host = (
-                ray.remote(EngineHost)
-                .options(
-                    num_cpus=0,
-                    max_concurrency=4,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, 0),
-                    runtime_env=_runtime_env(_ENVIRONMENT | (_HOST_ENVIRONMENT if device == "cuda" else {})),
-                    **options,
-                )
-                .remote(run_id)
-            )
+            return cls(run_id, config.tp, placement, reserved)
         except BaseException:
             remove_placement_group(reserved)
             raise
-        group = cls(reserved, shards, host, run_id, config.tp)
-        group._bundle_nodes = dict(table["bundles_to_node_id"])
-        group._bundle_of_rank = placement.bundle_of_rank
-        return group
 
-    def start(self, spec: EngineSpec) -> Any:
-        """Start the engine over the shards; the reference is ready when vLLM's warm-up is over, or it failed."""
-        return self._host.start.remote(spec, self._shards)
-
-    def places(self) -> list[Any]:
-        """References to where each rank runs."""
-        return [shard.place.remote() for shard in self._shards]
-
-    def status(self, since: int) -> EngineStatus:
-        """The engine host's events from number `since` on. Raises RunFailed when it died."""
+    def spawn_vllm(self, device: Device) -> None:
+        """Spawn a vLLM shard for each rank, and the engine host beside rank 0."""
         import ray
 
+        self._shards = tuple(self._actor(Shard, rank).remote(identity) for rank, identity in self._identities())
+        environment = _ENVIRONMENT | (_HOST_ENVIRONMENT if device == "cuda" else {})
+        host = ray.remote(EngineHost).options(num_cpus=0, max_concurrency=4, **self._options(0, environment))
+        self._host = host.remote(self._run_id)
+
+    def spawn_layout(self, specs: Sequence[LayoutSpec]) -> None:
+        """Spawn a layout shard for each rank; `specs` by stage."""
+        self._shards = tuple(
+            self._actor(LayoutShard, rank).remote(identity, specs[identity.pp_rank])
+            for rank, identity in self._identities()
+        )
+
+    def _identities(self) -> Iterator[tuple[int, ShardIdentity]]:
+        for rank in range(len(self._placement.bundle_of_rank)):
+            yield rank, ShardIdentity(self._run_id, rank, tp_rank=rank % self._tp, pp_rank=rank // self._tp)
+
+    def _actor(self, shard: type, rank: int) -> Any:
+        import ray
+
+        per_rank = self._placement.per_rank
+        options = self._options(self._placement.bundle_of_rank[rank], _ENVIRONMENT)
+        return ray.remote(shard).options(num_cpus=per_rank["CPU"], num_gpus=per_rank.get("GPU", 0), **options)
+
+    def _options(self, bundle: int, environment: Mapping[str, str]) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        # What the user's environment already sets stays.
+        ours = {name: value for name, value in environment.items() if name not in os.environ}
+        return {
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._reserved, bundle),
+            "runtime_env": {"env_vars": ours},
+        }
+
+    def on_every_rank(self, method: str, *args: object) -> list[Any]:
+        """References to the result of a shard method on every rank, by rank."""
+        return [getattr(shard, method).remote(*args) for shard in self._shards]
+
+    def start(self, spec: EngineSpec) -> Any:
+        """Start vLLM's engine over the shards; ready when its warm-up is over, or when it failed."""
+        return self._host.start.remote(spec, self._shards)
+
+    def status(self, since: int) -> EngineStatus:
+        """The engine host's events from number `since` on; none without a host. Raises RunFailed when it died."""
+        import ray
+
+        if self._host is None:
+            return EngineStatus(events=(), held=None)
         try:
             status: EngineStatus = ray.get(self._host.status.remote(since), timeout=_ANSWER_SECONDS)
         except ray.exceptions.RayError as error:
@@ -112,18 +126,6 @@ class ShardGroup:
     def release(self) -> None:
         """End the hold before vLLM's warm-up."""
         self._host.release.remote()
-
-    def warm(self) -> list[Any]:
-        """References to every rank's warmup outcomes."""
-        return [shard.warm.remote() for shard in self._shards]
-
-    def arm_monitors(self) -> list[Any]:
-        """References to every rank's armed compilation monitor."""
-        return [shard.arm_monitor.remote() for shard in self._shards]
-
-    def take_compilations(self) -> list[Any]:
-        """References to what every rank's monitor counted since the last call."""
-        return [shard.take_compilations.remote() for shard in self._shards]
 
     def serve(self, requests: Sequence[Request]) -> Any:
         """Reference to the number of tokens that the batch gave."""
@@ -151,27 +153,24 @@ class ShardGroup:
         directory = log_directory(self._run_id)
         files = {
             f"rank-{rank}": (self._bundle_nodes[bundle], str(directory / f"rank-{rank}.log"))
-            for rank, bundle in enumerate(self._bundle_of_rank)
+            for rank, bundle in enumerate(self._placement.bundle_of_rank)
         }
-        return files | {"engine": (self._bundle_nodes[0], str(directory / "engine.log"))}
+        if self._host is not None:
+            files["engine"] = (self._bundle_nodes[0], str(directory / "engine.log"))
+        return files
 
     def kill(self) -> None:
         """End every actor at once, answering or not."""
         import ray
 
-        for actor in (self._host, *self._shards):
+        for actor in (*self._shards, *filter(None, [self._host])):
             ray.kill(actor, no_restart=True)
 
     def remove(self) -> None:
         """Give the placement group back to the cluster."""
         from ray.util.placement_group import remove_placement_group
 
-        remove_placement_group(self._placement_group)
-
-
-def _runtime_env(environment: dict[str, str]) -> dict[str, Any]:
-    """A runtime environment with our variables; what the user's environment already sets stays."""
-    return {"env_vars": {name: value for name, value in environment.items() if name not in os.environ}}
+        remove_placement_group(self._reserved)
 
 
 def _no_capacity(placement: Placement, cluster: Cluster, start_timeout: float) -> str:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from replayssm_orch.orchestrator.report import RankReport, Report, SignatureReport
+from replayssm_orch.orchestrator.report import STEPS, RankReport, Report, SignatureReport
+
+_WARM_UP = frozenset({"compile_or_warm_up_model", *STEPS})
+_AFTER = frozenset({"agree", "monitor", "serve"})
+_RANK_COLUMNS = ("rank", "stage", "node", "device", "start s", "warm-up s", "compiled", "second pass")
 
 
 def summarize(report: Report) -> str:
@@ -17,9 +21,7 @@ def summarize(report: Report) -> str:
     ]
     if report.capacity.measured is not None:
         lines.append(f"  capacity: {report.capacity.measured} cache blocks, the smallest over ranks")
-    lines += _table(
-        "ranks", ("rank", "stage", "node", "device", "start s", "warm-up s", "compiled after"), map(_rank, report.ranks)
-    )
+    lines += _table("ranks", _RANK_COLUMNS, map(_rank, report.ranks))
     lines += _warmups(report.ranks)
     lines += _table(
         "signatures", ("id", "family", "layers", "ranks", "tensors (dtype shape)"), map(_signature, report.signatures)
@@ -44,8 +46,8 @@ def _versions(report: Report) -> str:
 
 
 def _rank(rank: RankReport) -> tuple[str, ...]:
-    warm_up = rank.phases.get("compile_or_warm_up_model")
-    start = sum(seconds for phase, seconds in rank.phases.items() if phase != "compile_or_warm_up_model")
+    warm_up = [seconds for phase, seconds in rank.phases.items() if phase in _WARM_UP]
+    start = sum(seconds for phase, seconds in rank.phases.items() if phase not in _WARM_UP | _AFTER)
     compiled = rank.second_pass.monitor_compilations
     return (
         str(rank.rank),
@@ -53,7 +55,8 @@ def _rank(rank: RankReport) -> tuple[str, ...]:
         rank.node or "-",
         f"{rank.device} {rank.arch}" if rank.arch else "-",
         f"{start:.2f}" if rank.phases else "-",
-        "-" if warm_up is None else f"{warm_up:.2f}",
+        f"{sum(warm_up):.2f}" if warm_up else "-",
+        "-" if compiled is None else str(rank.compiled_in_process),
         "-" if compiled is None else str(compiled),
     )
 

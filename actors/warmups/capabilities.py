@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
 import torch
+
 from replayssm_orch.actors.warmups.protocol import GatedDeltaNetLayer, MambaSpec, RecurrentLayer, Runner
 
 TRACKERS = ("_replayssm_ring_start", "_replayssm_prev_num_accepted")

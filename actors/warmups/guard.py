@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
 from replayssm_orch.actors.warmups.capabilities import Capabilities
 from replayssm_orch.actors.warmups.protocol import RecurrentLayer, Runner
 

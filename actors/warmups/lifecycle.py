@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from replayssm_orch.actors.warmups.capabilities import Capabilities, Unavailable
 from replayssm_orch.actors.warmups.guard import guarded_slots, layer_trackers
 from replayssm_orch.actors.warmups.protocol import KVCacheGroup, MambaSpec, RecurrentLayer, Runner

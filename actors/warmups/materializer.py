@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from replayssm_orch.actors.warmups.capabilities import Capabilities, Materialize
 from replayssm_orch.actors.warmups.protocol import GatedDeltaNetLayer, Runner
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
+
 from replayssm_orch.actors.records import WarmupOutcome
 from replayssm_orch.actors.warmups.capabilities import Capabilities
 from replayssm_orch.actors.warmups.gdn import warm_gdn
@@ -16,11 +17,15 @@ from replayssm_orch.actors.warmups.protocol import Runner
 
 
 class WarmupFailed(RuntimeError):
-    """A warmup raised; `warmup` is its name and `__cause__` what it raised."""
+    """A warmup raised; `warmup` is its name, `reason` what it raised, and `__cause__` that exception."""
 
-    def __init__(self, warmup: str, cause: Exception) -> None:
-        super().__init__(f"warmup {warmup!r} failed: {type(cause).__name__}: {cause}")
+    def __init__(self, warmup: str, reason: str) -> None:
+        super().__init__(warmup, reason)
         self.warmup = warmup
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"warmup {self.warmup!r} failed: {self.reason}"
 
 
 Step = Callable[[Runner, Capabilities], tuple[WarmupOutcome, ...]]
@@ -61,7 +66,7 @@ def run_step(name: str, runner: Runner, capabilities: Capabilities) -> tuple[War
         with torch.inference_mode():
             return STEPS[name](runner, capabilities)
     except Exception as error:
-        raise WarmupFailed(name, error) from error
+        raise WarmupFailed(name, f"{type(error).__name__}: {error}") from error
 
 
 def run_warmups(runner: Runner, capabilities: Capabilities) -> tuple[WarmupOutcome, ...]:

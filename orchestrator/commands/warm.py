@@ -36,6 +36,7 @@ Examples:
 @click.option("--capture-sizes", type=str, help="Batch sizes to capture, in requests: 1,2,4,…")
 @click.option("--num-speculative-tokens", type=int, help="Speculative tokens a step (layout 3, vllm 0).")
 @click.option("--mamba-cache-mode", type=str, help="none (default), align or all.")
+@click.option("--num-blocks", type=int, help="Cache blocks of every rank (vllm: what fits; layout: enough).")
 @click.option(
     "--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="vLLM engine argument; repeatable."
 )

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from replayssm_orch.actors.flashinfer_adapter import FlashInferKernels
 from torch.overrides import TorchFunctionMode
+
+from replayssm_orch.actors.flashinfer_adapter import FlashInferKernels
 
 CUDA = torch.device("cuda:0")
 

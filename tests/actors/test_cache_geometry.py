@@ -1,11 +1,10 @@
 """Cache shapes, pages and groups without vLLM."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import ATTENTION, GDN_LAYERS, MAMBA2_LAYERS, MINI_GDN, TINY_GDN, TINY_MAMBA2, layout_engine
+
 from replayssm_orch.actors.cache_geometry import CacheOptions, kv_cache_groups, page_geometry
 
 
@@ -16,11 +15,11 @@ def shapes(page) -> dict[str, tuple[str, tuple[int, ...]]]:
 def test_mamba2_page_on_cuda_is_that_of_vllm_with_flashinfer_replayssm() -> None:
     page = page_geometry(TINY_MAMBA2, ATTENTION, CacheOptions("cuda", tp=1, replayssm=True))
     assert shapes(page) == {
-        "conv": ("bfloat16", (3, 768)),
+        "convolution": ("bfloat16", (3, 768)),
         "state": ("float32", (8, 64, 128)),
         "x_ring": ("bfloat16", (8, 17, 64)),
         "dt_ring": ("float32", (8, 17)),
-        "B_ring": ("bfloat16", (1, 17, 128)),
+        "b_ring": ("bfloat16", (1, 17, 128)),
     }
     assert page.page_bytes == page.block_size * 2 * 2 * 64 * 2
     assert page.block_size % 16 == 0
@@ -31,7 +30,7 @@ def test_gdn_page_on_cuda_has_the_rings_of_the_executed_width() -> None:
     for spec, ring in ((0, 16), (1, 32), (3, 32), (7, 32)):
         page = page_geometry(TINY_GDN, ATTENTION, CacheOptions("cuda", 2, True, num_speculative_tokens=spec))
         assert shapes(page) == {
-            "conv": ("bfloat16", (3 + spec, 2048)),
+            "convolution": ("bfloat16", (3 + spec, 2048)),
             "state": ("bfloat16", (8, 128, 128)),
             "u_ring": ("bfloat16", (8, ring, 128)),
             "k_ring": ("bfloat16", (4, ring, 128)),
@@ -41,8 +40,8 @@ def test_gdn_page_on_cuda_has_the_rings_of_the_executed_width() -> None:
 
 def test_mamba2_groups_are_replicated_until_every_rank_has_one() -> None:
     page = page_geometry(TINY_MAMBA2, ATTENTION, CacheOptions("cuda", tp=4, replayssm=True))
-    assert shapes(page)["conv"][1] == (3, 2 * 64 + 2 * 128)
-    assert shapes(page)["B_ring"][1] == (1, 17, 128)
+    assert shapes(page)["convolution"][1] == (3, 2 * 64 + 2 * 128)
+    assert shapes(page)["b_ring"][1] == (1, 17, 128)
 
 
 def test_indivisible_heads_are_named() -> None:
@@ -83,8 +82,8 @@ def test_all_views_of_a_page_share_its_slot_stride_and_stay_inside_it() -> None:
 
 
 def test_state_dtype_follows_the_model() -> None:
-    shape = replace(TINY_MAMBA2, state_dtype="bfloat16")
-    assert shapes(page_geometry(shape, ATTENTION, CacheOptions("cuda", 1, False)))["state"][0] == "bfloat16"
+    options = CacheOptions("cuda", 1, False, state_dtype="bfloat16")
+    assert shapes(page_geometry(TINY_MAMBA2, ATTENTION, options))["state"][0] == "bfloat16"
 
 
 def test_a_stage_keeps_the_groups_of_the_whole_model() -> None:

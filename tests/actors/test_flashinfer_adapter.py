@@ -6,6 +6,7 @@ import pytest
 import torch
 from cuda_stand_in import flashinfer_without_a_gpu
 from layouts import TINY_GDN, TINY_MAMBA2, layout_plan
+
 from replayssm_orch.actors.flashinfer_adapter import FlashInferKernels, flashinfer_kernels
 from replayssm_orch.actors.layout_engine import LayoutEngine, layout_capabilities
 from replayssm_orch.actors.layout_kernels import kernels_for

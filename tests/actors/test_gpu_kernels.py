@@ -16,7 +16,7 @@ import pytest
 import torch
 from gpu_results import measured
 from layouts import TINY_GDN, TINY_MAMBA2, layout_plan
-from replayssm_orch.actors.cache_geometry import GdnShape
+
 from replayssm_orch.actors.flashinfer_adapter import FlashInferKernels, flashinfer_kernels
 from replayssm_orch.actors.layout_engine import LayoutEngine, layout_capabilities
 from replayssm_orch.actors.layout_inputs import gdn_inputs, mamba2_inputs
@@ -27,6 +27,7 @@ from replayssm_orch.actors.reference_mamba2 import replay as mamba2_replay
 from replayssm_orch.actors.serving import serve
 from replayssm_orch.actors.trackers import advance
 from replayssm_orch.actors.warmups.run import run_warmups
+from replayssm_orch.configs.architectures import GdnGeometry
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +56,7 @@ def pool_bytes(view: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.int8, device="cuda").set_(view.untyped_storage())
 
 
-def gdn_layer(kernels, shape: GdnShape, ring: int, paged: bool):
+def gdn_layer(kernels, shape: GdnGeometry, ring: int, paged: bool):
     """A layer with a random checkpoint and a ring of plausible entries in every slot; rings as decode writes them."""
     engine = engine_on(kernels, shape, num_blocks=12, num_speculative_tokens=0 if ring == 16 else 3)
     layer = next(iter(engine.layers.values()))

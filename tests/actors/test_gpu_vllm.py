@@ -7,6 +7,8 @@ import pytest
 import torch
 from gpu_results import measured
 from layouts import ATTENTION, TINY_MAMBA2
+from vllm_engines import NEMOTRON_H, layer_tensors, shut_down, start_engine
+
 from replayssm_orch.actors.cache_geometry import CacheOptions, kv_cache_groups, page_geometry
 from replayssm_orch.actors.layout_engine import LayoutEngine
 from replayssm_orch.actors.layout_kernels import kernels_for
@@ -14,7 +16,6 @@ from replayssm_orch.actors.layout_plan import LayoutPlan, stage_layers
 from replayssm_orch.actors.vllm_capabilities import adapt_runner
 from replayssm_orch.actors.warmups.guard import guarded_slots, layer_trackers, replayssm_layers
 from replayssm_orch.actors.warmups.run import run_warmups
-from vllm_engines import NEMOTRON_H, layer_tensors, shut_down, start_engine
 
 pytestmark = [
     pytest.mark.gpu,

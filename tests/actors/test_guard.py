@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import MINI_GDN, MINI_MAMBA2, layout_engine
+
 from replayssm_orch.actors.layout_engine import LayoutEngine, layout_capabilities
 from replayssm_orch.actors.warmups.guard import guarded_slots
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import MINI_GDN, MINI_MAMBA2, layout_engine
+
 from replayssm_orch.actors.layout_engine import LayoutEngine
 from replayssm_orch.actors.layout_inputs import gdn_inputs, mamba2_inputs
 from replayssm_orch.actors.lifecycle_context import ReplayLifecycle

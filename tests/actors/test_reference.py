@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from replayssm_orch.actors.reference_gdn import gdn_decode, gdn_materialize, l2_normalise
 from replayssm_orch.actors.reference_mamba2 import mamba2_decode, mamba2_materialize
 from replayssm_orch.actors.trackers import ReplayWindow, advance, reset

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from layouts import MINI_GDN, MINI_MAMBA2, layout_engine
+
 from replayssm_orch.actors.serving import serve
 
 

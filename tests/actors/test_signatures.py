@@ -9,7 +9,7 @@ from replayssm_orch.actors.signatures import canonical_json, signature_of
 sizes = st.lists(st.integers(0, 4096), min_size=1, max_size=4).map(tuple)
 tensors = st.builds(
     TensorLayout,
-    name=st.sampled_from(["state", "convolution", "ring_u"]),
+    name=st.sampled_from(["state", "convolution", "u_ring"]),
     dtype=st.sampled_from(["bfloat16", "float32"]),
     shape=sizes,
     stride=sizes,

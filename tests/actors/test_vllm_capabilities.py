@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from layouts import MINI_MAMBA2, layout_engine
+
 from replayssm_orch.actors.layout_engine import LayoutEngine
 from replayssm_orch.actors.vllm_capabilities import adapt_runner, growable_cache, vllm_lifecycle
 from replayssm_orch.actors.warmups.capabilities import Unavailable

@@ -2,13 +2,14 @@
 
 import pytest
 from layouts import ATTENTION, TINY_GDN, TINY_MAMBA2
+from vllm_engines import NEMOTRON_H, QWEN3_NEXT, layer_tensors, shut_down, start_engine
+
 from replayssm_orch.actors.cache_geometry import CacheOptions, page_geometry
 from replayssm_orch.actors.layout_engine import LayoutEngine
 from replayssm_orch.actors.layout_plan import LayoutPlan, stage_layers
 from replayssm_orch.actors.reference_kernels import ReferenceKernels
 from replayssm_orch.actors.vllm_capabilities import adapt_runner
 from replayssm_orch.actors.warmups.run import run_warmups
-from vllm_engines import NEMOTRON_H, QWEN3_NEXT, layer_tensors, shut_down, start_engine
 
 pytestmark = pytest.mark.vllm
 

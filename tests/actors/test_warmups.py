@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import MINI_GDN, MINI_MAMBA2, layout_engine
+
 from replayssm_orch.actors.layout_engine import CaptureDescriptor, LayoutEngine, layout_capabilities
 from replayssm_orch.actors.layout_layers import LayoutGdnLayer
 from replayssm_orch.actors.reference_kernels import ReferenceKernels
