@@ -15,7 +15,7 @@ def test_an_exception_that_cannot_travel_arrives_as_its_text():
     def fail():
         raise Stubborn("layers.0", "no kernel")
 
-    with pytest.raises(RuntimeError, match="Stubborn: layers.0: no kernel") as caught:
+    with pytest.raises(RuntimeError, match=r"Stubborn: layers\.0: no kernel") as caught:
         fail()
     assert "test_failures.py" in str(caught.value)
 
@@ -25,7 +25,7 @@ def test_an_exception_that_can_travel_stays_itself():
     def fail():
         raise ValueError("as it is")
 
-    with pytest.raises(ValueError, match="^as it is$"):
+    with pytest.raises(ValueError, match=r"^as it is$"):
         fail()
 
 

@@ -49,7 +49,7 @@ def test_a_capacity_without_a_free_slot_fails_with_the_rules_own_error(warm_once
     assert "failed in gdn" in done.report["error"]
     failed = [w for rank in done.report["ranks"] for w in rank["warmups"] if w["state"] == "failed"]
     assert [w["name"] for w in failed] == ["gdn"]
-    assert "ValueError" in done.report["ranks"][0]["error"] + done.report["ranks"][1]["error"]
+    assert any("ValueError" in (rank["error"] or "") for rank in done.report["ranks"])
 
 
 def test_a_rank_that_dies_in_a_step_ends_all_and_is_named(tmp_path):
