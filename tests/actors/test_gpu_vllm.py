@@ -33,6 +33,7 @@ def runner(tmp_path_factory):
             NEMOTRON_H,
             use_replayssm=True,
             mamba_backend="flashinfer",
+            attention_backend="TRITON_ATTN",
             enable_prefix_caching=False,
         )
         yield runner
