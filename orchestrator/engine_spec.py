@@ -56,11 +56,17 @@ def engine_spec(config: WarmConfig, spec: ModelSpec, device: Device) -> EngineSp
 
 
 def _batch(*prompt_tokens: int) -> tuple[Request, ...]:
-    return tuple(Request(prompt_tokens=tokens, max_tokens=12) for tokens in prompt_tokens)
+    return tuple(Request(prompt_tokens=tokens, max_tokens=6) for tokens in prompt_tokens)
 
 
-# Real requests in batches: alone and together, prompts of 1 token, of multiples of 16 and of none, longer than a
-# prefill tile. vLLM's own warm-up leaves some kernel variants to the first requests: here they join the warm pass.
-WARM_UP = (_batch(1), _batch(5), _batch(32), _batch(1, 16, 40), _batch(2, 130, 256), _batch(512))
+# vLLM's own warm-up leaves kernel variants to the first requests: Triton kernels specialise on tile configurations that
+# depend on the number of tokens, and on whether it is a multiple of 16. So the warm pass serves, in every octave up to a
+# prefill chunk, its power of two and an odd length in its middle, and a few requests together.
+_OCTAVES = tuple(2**octave for octave in range(13))
+WARM_UP = (
+    *(_batch(length) for length in sorted({*_OCTAVES, *(power + power // 2 + 1 for power in _OCTAVES)})),
+    _batch(1, 16, 40),
+    _batch(2, 130, 256),
+)
 # Other lengths than the warm pass had: nothing may be left to compile.
-VERIFICATION = (_batch(7), _batch(48), _batch(3, 33, 64), _batch(200, 9, 400))
+VERIFICATION = (_batch(11), _batch(48), _batch(3, 33, 64), _batch(200, 9, 400), _batch(777), _batch(3000))

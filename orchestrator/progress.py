@@ -48,7 +48,8 @@ class PlainProgress:
         print(f"{time.monotonic() - self._started:7.1f}s  {text}", file=sys.stderr, flush=True)
 
     def phase(self, rank: int, phase: str, seconds: float | None) -> None:
-        if seconds is not None and phase in SHOWN_PHASES:
+        # A step that only found that it does not apply is in the summary.
+        if seconds is not None and phase in SHOWN_PHASES and (seconds >= 0.005 or phase not in STEPS):
             self.say(f"rank {rank}  {phase}  {seconds:.2f} s")
 
 
