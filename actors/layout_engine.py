@@ -163,6 +163,13 @@ class LayoutEngine:
                 members.setdefault(layer.group, []).append(self.layers[layer.name])
         return {index: tuple(layers) for index, layers in members.items()}
 
+    def decode_unavailable(self) -> Unavailable | None:
+        """Why this shard's decode steps cannot run (no such kernel here, no rings), or None."""
+        window = self.plan.page.window
+        if window is None:
+            return Unavailable("the caches have no ReplaySSM rings")
+        return self.kernels.decode_unavailable(_layer_type(self.plan), window.width)
+
     def decode_step(self, slots: Mapping[int, torch.Tensor], *, randomize: bool = True) -> None:
         """Launch every recurrent layer's decode kernel once; trackers stay (the lifecycle advances them).
 
@@ -205,7 +212,7 @@ class LayoutEngine:
 def layout_capabilities(engine: LayoutEngine, committable_blocks: int | None = None) -> Capabilities:
     """What a layout engine can do; `committable_blocks` is the minimum over all ranks (default: the engine's own)."""
     blocks = engine.plan.num_blocks if committable_blocks is None else min(committable_blocks, engine.plan.num_blocks)
-    layer_type = LayoutGdnLayer if engine.plan.page.family == "gdn" else LayoutMamba2Layer
+    layer_type = _layer_type(engine.plan)
 
     def decode_kernel(width: int) -> Unavailable | None:
         return engine.kernels.decode_unavailable(layer_type, width)
@@ -225,6 +232,10 @@ def layout_capabilities(engine: LayoutEngine, committable_blocks: int | None = N
         materialize=materializer_missing or engine.kernels.gdn_materialize,
         decode_kernel=decode_kernel,
     )
+
+
+def _layer_type(plan: LayoutPlan) -> type[LayoutLayer]:
+    return LayoutGdnLayer if plan.page.family == "gdn" else LayoutMamba2Layer
 
 
 def _is_recurrent(module: object) -> TypeGuard[RecurrentLayer]:

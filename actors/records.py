@@ -146,14 +146,18 @@ class StepDecisions:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a stretch of serving-shaped traffic did; `flushes` and `publications` are per request, over one group."""
+    """What a stretch of serving-shaped traffic did; `flushes` and `publications` are per request, over one group.
 
-    decode_steps: int
-    batch_sizes: tuple[int, ...]
-    resets: int
-    moves: int
-    flushes: int
-    publications: int
+    `skipped` says why there was none: the decode kernel does not exist here, or no capture size fits.
+    """
+
+    decode_steps: int = 0
+    batch_sizes: tuple[int, ...] = ()
+    resets: int = 0
+    moves: int = 0
+    flushes: int = 0
+    publications: int = 0
+    skipped: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,9 +41,12 @@ def serve(engine: LayoutEngine, decode_steps: int, seed: int = 0) -> Traffic:
     mode each request starts shortly before a block boundary, moves to its next block when a step may reach it, and has
     the finished block published. Requests finish at random, or when their blocks are used up, and new ones take over.
 
-    Raises:
-        ValueError: no capture size fits into the blocks and the limits of the plan.
+    Where the decode kernel does not run on this shard, or no capture size fits into the blocks and the limits of the
+    plan, nothing is done and the result says why.
     """
+    unavailable = engine.decode_unavailable()
+    if unavailable is not None:
+        return Traffic(skipped=unavailable.reason)
     rng = random.Random(seed)
     groups = engine.recurrent_groups()
     columns = 2 if engine.plan.mamba_cache_mode == "align" else 1
@@ -51,7 +54,7 @@ def serve(engine: LayoutEngine, decode_steps: int, seed: int = 0) -> Traffic:
     limit = min(num_requests, engine.max_num_tokens // engine.decode_query_len)
     sizes = [size for size in engine.plan.capture_sizes if size <= limit]
     if not sizes:
-        raise ValueError(f"no capture size of {engine.plan.capture_sizes} fits {limit} requests")
+        return Traffic(skipped=f"no capture size of {engine.plan.capture_sizes} fits {limit} requests")
     traffic = _TrafficGenerator(engine, num_requests, columns, rng)
     requests = [traffic.new_request(row) for row in range(num_requests)]
     for _ in range(decode_steps):

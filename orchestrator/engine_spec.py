@@ -59,9 +59,9 @@ def _batch(*prompt_tokens: int) -> tuple[Request, ...]:
     return tuple(Request(prompt_tokens=tokens, max_tokens=6) for tokens in prompt_tokens)
 
 
-# vLLM's own warm-up leaves kernel variants to the first requests: Triton kernels specialise on tile configurations that
-# depend on the number of tokens, and on whether it is a multiple of 16. So the warm pass serves, in every octave up to a
-# prefill chunk, its power of two and an odd length in its middle, and a few requests together.
+# vLLM's own warm-up leaves kernel variants to the first requests: Triton kernels specialise on tile configurations
+# that depend on the number of tokens, and on whether it is a multiple of 16. So the warm pass serves, in every octave
+# up to a prefill chunk, its power of two and an odd length in its middle, and a few requests together.
 _OCTAVES = tuple(2**octave for octave in range(13))
 WARM_UP = (
     *(_batch(length) for length in sorted({*_OCTAVES, *(power + power // 2 + 1 for power in _OCTAVES)})),

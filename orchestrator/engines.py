@@ -98,7 +98,11 @@ class LayoutEngineRun(Engine):
     def more_requests(self, bound: Bound) -> None:
         refs = self.group.on_every_rank("serve", _TRAFFIC_STEPS)
         traffic: list[Traffic] = self.watch.results(self.group, refs, bound, "serve")
+        first = traffic[0]
+        if first.skipped is not None:
+            self.watch.facts.warnings += (f"no traffic in the second pass: {first.skipped}",)
+            return
         self.watch.progress.say(
-            f"served {traffic[0].decode_steps} decode steps a rank: {traffic[0].flushes} flushes, "
-            f"{traffic[0].publications} publications"
+            f"served {first.decode_steps} decode steps a rank: {first.flushes} flushes, "
+            f"{first.publications} publications"
         )

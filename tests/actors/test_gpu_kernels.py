@@ -2,11 +2,12 @@
 
 Run: python -m pytest -m gpu tests/actors/test_gpu_kernels.py (REPLAYSSM_GPU_RESULTS=FILE collects a JSON line a case)
 
-Tolerances. bfloat16 has 8 significant bits, so a unit roundoff of 2^-8. A materialized state is a sum whose every term has
-one bfloat16 operand (the weighted correction), rounded once, and the sum is rounded once more where the state is bfloat16;
-the reference runs on a float32 pool and rounds nothing. The bound, element by element, is therefore 2^-8 of the sum of the
-terms' magnitudes plus 2^-8 of the result. A decode output passes through a chain of such products over many steps
-(normalised keys, the triangular inverse, corrections, folds), so it is held to a share of the largest output instead.
+Tolerances. bfloat16 has 8 significant bits, so a unit roundoff of 2^-8. A materialized state is a sum whose every
+term has one bfloat16 operand (the weighted correction), rounded once, and the sum is rounded once more where the state
+is bfloat16; the reference runs on a float32 pool and rounds nothing. The bound, element by element, is therefore 2^-8
+of the sum of the terms' magnitudes plus 2^-8 of the result. A decode output passes through a chain of such products
+over many steps (normalised keys, the triangular inverse, corrections, folds), so it is held to a share of the largest
+output instead.
 """
 
 from dataclasses import replace
@@ -34,7 +35,8 @@ pytestmark = [
 ]
 
 ROUNDOFF = 2.0**-8
-DECODE_TOLERANCE = 0.05
+# Largest share measured on an H200: 0.0046 (GDN outputs), 0.0035 (Mamba2 outputs), 0.0035 (states).
+DECODE_TOLERANCE = 0.01
 COUNTS = (0, 1, 8, 16)
 
 

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from layouts import MINI_GDN, MINI_MAMBA2, layout_engine
+from layouts import MINI_GDN, MINI_MAMBA2, layout_engine, layout_plan
 
+from replayssm_orch.actors.layout_engine import LayoutEngine
+from replayssm_orch.actors.reference_kernels import ReferenceKernels
 from replayssm_orch.actors.serving import serve
+from replayssm_orch.actors.warmups.capabilities import Unavailable
 
 
 @pytest.mark.parametrize("shape", [MINI_GDN, MINI_MAMBA2])
@@ -39,6 +42,23 @@ def test_fewer_blocks_make_smaller_batches() -> None:
     assert set(traffic.batch_sizes) == {1, 2}
 
 
-def test_no_fitting_capture_size_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no capture size"):
-        serve(layout_engine(num_blocks=8, capture_sizes=(4,)), 1)
+def test_no_fitting_capture_size_is_skipped_with_the_reason() -> None:
+    traffic = serve(layout_engine(num_blocks=8, capture_sizes=(4,)), 1)
+    assert traffic.decode_steps == 0
+    assert "no capture size of (4,) fits 2 requests" in str(traffic.skipped)
+
+
+class NoDecode(ReferenceKernels):
+    """As FlashInfer on Hopper at width 1: the kernel is not there."""
+
+    def decode_unavailable(self, layer, width: int) -> Unavailable:
+        return Unavailable(f"no kernel of width {width}")
+
+    def gdn_decode(self, *args) -> None:
+        raise AssertionError("launched a kernel that is not there")
+
+
+def test_a_decode_kernel_that_is_not_there_is_not_launched() -> None:
+    engine = LayoutEngine(layout_plan(MINI_GDN, num_speculative_tokens=0, num_blocks=32), NoDecode())
+    traffic = serve(engine, 10)
+    assert (traffic.decode_steps, traffic.skipped) == (0, "no kernel of width 1")
