@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
 import traceback
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -61,6 +62,7 @@ def failure_of(error: BaseException, rank: int | None, stage: int | None, phase:
         stage=stage,
         phase=phase,
         error=summary,
-        traceback=str(error),
+        # Ray colours the remote traceback for terminals.
+        traceback=re.sub(r"\x1b\[[0-9;]*m", "", str(error)),
         exit_code=int(getattr(cause, "exit_code", 1)),
     )

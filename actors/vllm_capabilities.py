@@ -15,7 +15,7 @@ from replayssm_orch.actors.vllm_release_view import (
     RunnerView,
     missing_decode_support,
 )
-from replayssm_orch.actors.warmups.capabilities import Capabilities, CreateLifecycle, Unavailable
+from replayssm_orch.actors.warmups.capabilities import REPLAYSSM_OFF, Capabilities, CreateLifecycle, Unavailable
 from replayssm_orch.actors.warmups.protocol import GatedDeltaNetLayer, RecurrentLayer, Runner
 
 _LIFECYCLE_MODULE = "vllm.model_executor.layers.mamba.ops.ssu_dispatch"
@@ -54,9 +54,17 @@ def adapt_runner(runner: Any) -> tuple[Runner, Capabilities]:
         trackers=RELEASE_TRACKERS,
         no_gdn_replayssm=no_gdn.reason,
     )
+    return view, replace(capabilities, no_replayssm=_why_no_replayssm(config))
+
+
+def _why_no_replayssm(config: Any) -> str:
+    """What to report where the configuration says that there is no FlashInfer ReplaySSM."""
+    device = config.device_config.device_type
+    if device != "cuda":
+        return f"no ReplaySSM kernel runs on device {device}"
     if not hasattr(config.cache_config, "use_replayssm"):
-        capabilities = replace(capabilities, no_replayssm="this vLLM has no ReplaySSM (CacheConfig.use_replayssm)")
-    return view, capabilities
+        return "this vLLM has no ReplaySSM (CacheConfig.use_replayssm)"
+    return REPLAYSSM_OFF
 
 
 def vllm_lifecycle() -> CreateLifecycle | Unavailable:

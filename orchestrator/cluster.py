@@ -110,6 +110,8 @@ def _connect_error(address: str | None, error: Exception) -> str:
 
 def _check_alive(address: str, timeout: float) -> None:
     """Raises ConnectionError unless a Ray head answers. `ray.init` itself takes minutes to say so, and then exits."""
+    if address == "auto":
+        return  # Ray looks for a cluster of this machine and says at once when there is none
     host, _, port = address.rpartition(":")
     if port.isdigit():
         with socket.create_connection((host.strip("[]"), int(port)), timeout=min(timeout, 10.0)):
@@ -137,7 +139,12 @@ def _shipped_project(staging: Path) -> dict[str, Any]:
     for package in (actors, configs):
         source = Path(str(package.__file__)).parent
         shutil.copytree(source, root / source.name, ignore=shutil.ignore_patterns("__pycache__"))
-    forwarded = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+    # Ray refuses a variable that the job's own environment sets already.
+    forwarded = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_FORWARDED) and name not in job.get("runtime_env", {}).get("env_vars", {})
+    }
     return {"py_modules": [str(root)], "env_vars": forwarded}
 
 

@@ -30,6 +30,7 @@ from replayssm_orch.orchestrator.cluster import (
 from replayssm_orch.orchestrator.dedup import deduplicate
 from replayssm_orch.orchestrator.engines import Engine, LayoutEngineRun, VllmEngine
 from replayssm_orch.orchestrator.failures import RunFailed
+from replayssm_orch.orchestrator.layout_spec import check_layout_arguments
 from replayssm_orch.orchestrator.outcome import RunFacts, build_report, kernel_names, rank_problems
 from replayssm_orch.orchestrator.placement import place, rank_resources, shortage
 from replayssm_orch.orchestrator.progress import Progress
@@ -50,6 +51,8 @@ def warm(config: WarmConfig, command: str, progress: Progress) -> tuple[Report, 
     address = resolve_address(config.address)
     spec = load_model_spec(config.model)
     check_parallel(spec, config)
+    if config.engine == "layout":
+        check_layout_arguments(config)
     target = load_target(config.target, config.shown("target")) if config.target else None
     run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     folder = RunFolder(config.runs_dir, run_id)

@@ -10,6 +10,7 @@ import torch
 
 from replayssm_orch.actors.warmups.protocol import GatedDeltaNetLayer, MambaSpec, RecurrentLayer, Runner
 
+REPLAYSSM_OFF = "FlashInfer ReplaySSM is off in this configuration"
 TRACKERS = ("_replayssm_ring_start", "_replayssm_prev_num_accepted")
 
 
@@ -87,5 +88,5 @@ class Capabilities:
     materialize: Materialize | Unavailable
     decode_kernel: Callable[[int], Unavailable | None]
     trackers: tuple[str, ...] = TRACKERS
-    no_replayssm: str = "FlashInfer ReplaySSM is off in this configuration"
+    no_replayssm: str = REPLAYSSM_OFF
     no_gdn_replayssm: str = "this model has no Gated DeltaNet layers with ReplaySSM"

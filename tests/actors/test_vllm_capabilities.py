@@ -41,6 +41,7 @@ class ReleaseRunner:
         self._engine = engine
         self.model = torch.nn.ModuleList([torch.nn.Linear(1, 1), *(Mixer(m, backend) for m in engine.layers.values())])
         self.vllm_config = SimpleNamespace(
+            device_config=SimpleNamespace(device_type="cuda"),
             cache_config=SimpleNamespace(use_replayssm=use_replayssm, mamba_cache_mode="none"),
             mamba_config=SimpleNamespace(backend=backend),
             num_speculative_tokens=engine.plan.num_speculative_tokens,

@@ -88,4 +88,4 @@ def test_on_the_cpu_every_warmup_is_skipped_with_a_reason(running) -> None:
     outcomes = run_warmups(*adapt_runner(runner))
     assert [outcome.name for outcome in outcomes] == ["lifecycle", "gdn", "materializer", "mamba2-decode"]
     assert {outcome.state for outcome in outcomes} == {"skipped"}
-    assert {outcome.reason for outcome in outcomes} == {"FlashInfer ReplaySSM is off in this configuration"}
+    assert {outcome.reason for outcome in outcomes} == {"no ReplaySSM kernel runs on device cpu"}

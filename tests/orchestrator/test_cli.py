@@ -47,6 +47,9 @@ def test_nothing_heavy_is_imported_before_the_work(args, tmp_path):
         (["warm", "--engine-arg", "max_modl_len=3"], ["max_modl_len", "max_model_len"]),
         (["warm", "--address", "http://head:8265"], ["http://head:8265", "host:6379"]),
         (["warm", "--target", "h201"], ["--target h201", "h200"]),
+        (["warm", "--engine", "layout", "--engine-arg", "enforce_eager=true"], ["enforce_eager", "--engine vllm"]),
+        (["warm", "--nope"], ["--nope", "warm --help"]),
+        (["wram"], ["wram", "--help"]),
         (["report", "nowhere"], ["nowhere", "report.json"]),
     ],
 )
