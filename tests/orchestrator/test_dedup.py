@@ -9,13 +9,8 @@ def layer(name: str, heads: int, family: str = "gdn") -> LayerLayout:
     return LayerLayout(name, 0, family, (TensorLayout("state", "float32", (9, heads, 4, 4), (heads * 16, 16, 4, 1)),))
 
 
-ranks = st.lists(
-    st.lists(
-        st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(1, 3)), min_size=1, max_size=4, unique_by=lambda x: x[0]
-    ),
-    min_size=1,
-    max_size=6,
-).map(
+heads_by_layer = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(1, 3), min_size=1)
+ranks = st.lists(heads_by_layer, min_size=1, max_size=6).map(
     lambda per_rank: [
         RankLayouts(rank, tuple(layer(name, heads) for name, heads in layers.items()), num_blocks=9)
         for rank, layers in enumerate(per_rank)
