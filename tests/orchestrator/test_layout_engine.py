@@ -78,7 +78,14 @@ def test_ctrl_c_in_a_step_ends_everything(tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("model", "degrees"), [("tiny-gdn", ("2", "2")), ("tiny-gdn", ("1", "1")), ("tiny-mamba2", ("2", "1"))]
+    ("model", "degrees"),
+    [
+        ("tiny-gdn", ("2", "2")),
+        ("tiny-gdn", ("1", "1")),
+        ("tiny-gdn", ("4", "1")),
+        ("tiny-mamba2", ("2", "1")),
+        ("tiny-mamba2", ("1", "2")),
+    ],
 )
 def test_layouts_are_those_of_the_real_engine_at_the_same_capacity(warm_once, model, degrees):
     tp, pp = degrees
