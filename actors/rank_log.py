@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -40,9 +41,10 @@ def take_log(path: str, limit: int) -> bytes:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - limit))
             content = file.read()
-        log.unlink()
-        if not any(log.parent.iterdir()):
-            log.parent.rmdir()
     except FileNotFoundError:
         return b""
+    log.unlink(missing_ok=True)
+    # The last of a run's logs on this node takes the folder with it; another task may have been faster.
+    with contextlib.suppress(OSError):
+        log.parent.rmdir()
     return content
