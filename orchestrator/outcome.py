@@ -138,7 +138,7 @@ def _rank(facts: RunFacts, rank: int) -> RankReport:
         tp_rank=rank % tp,
         pp_rank=rank // tp,
         dp_rank=0,
-        node=place.address if place else "",
+        node=place.node_id if place else "",
         device=place.device_name if place else "",
         arch=place.arch if place else "",
         engine=facts.config.engine,

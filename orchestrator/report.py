@@ -93,7 +93,10 @@ class SecondPass:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One rank: where it ran, what it did, how long each phase took (seconds), and its error if it failed."""
+    """One rank: where it ran, what it did, how long each phase took (seconds), and its error if it failed.
+
+    `node` is an id of `cluster.nodes`.
+    """
 
     rank: int
     tp_rank: int

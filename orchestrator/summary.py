@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from replayssm_orch.orchestrator.report import STEPS, RankReport, Report, SignatureReport
 
@@ -21,7 +21,8 @@ def summarize(report: Report) -> str:
     ]
     if report.capacity.measured is not None:
         lines.append(f"  capacity: {report.capacity.measured} cache blocks, the smallest over ranks")
-    lines += _table("ranks", _RANK_COLUMNS, map(_rank, report.ranks))
+    addresses = {node.id: node.address for node in report.cluster.nodes}
+    lines += _table("ranks", _RANK_COLUMNS, (_rank(rank, addresses) for rank in report.ranks))
     lines += _warmups(report.ranks)
     lines += _table(
         "signatures", ("id", "family", "layers", "ranks", "tensors (dtype shape)"), map(_signature, report.signatures)
@@ -45,14 +46,14 @@ def _versions(report: Report) -> str:
     return "  ".join(f"{name} {version}" for name, version in sorted(report.versions.items()))
 
 
-def _rank(rank: RankReport) -> tuple[str, ...]:
+def _rank(rank: RankReport, addresses: Mapping[str, str]) -> tuple[str, ...]:
     warm_up = [seconds for phase, seconds in rank.phases.items() if phase in _WARM_UP]
     start = sum(seconds for phase, seconds in rank.phases.items() if phase not in _WARM_UP | _AFTER)
     compiled = rank.second_pass.monitor_compilations
     return (
         str(rank.rank),
         str(rank.pp_rank),
-        rank.node or "-",
+        addresses.get(rank.node, "-"),
         f"{rank.device} {rank.arch}" if rank.arch else "-",
         f"{start:.2f}" if rank.phases else "-",
         f"{sum(warm_up):.2f}" if warm_up else "-",

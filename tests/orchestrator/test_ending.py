@@ -66,16 +66,21 @@ def test_after_a_good_run_nothing_is_left(tmp_path):
 
 
 @pytest.fixture
-def cluster():
-    """A cluster of two nodes of two CPUs, on this machine, that is not the run's own."""
+def two_nodes():
+    """Starts a cluster of two nodes of so many CPUs, on this machine, that is not the run's own."""
     nodes = Cluster()
-    nodes.add_node(num_cpus=2, num_gpus=0)
-    nodes.add_node(num_cpus=2, num_gpus=0)
-    yield nodes
+
+    def start(cpus: int) -> Cluster:
+        for _ in range(2):
+            nodes.add_node(num_cpus=cpus, num_gpus=0)
+        return nodes
+
+    yield start
     nodes.shutdown()
 
 
-def test_a_borrowed_cluster_is_left_as_it_was(tmp_path, cluster):
+def test_a_borrowed_cluster_is_left_as_it_was(tmp_path, two_nodes):
+    cluster = two_nodes(2)
     run = Running(tmp_path, "--tp", "2", "--address", cluster.address)
     done = run.finish()
     assert done.code == 0, done.stderr
@@ -93,7 +98,20 @@ def test_a_borrowed_cluster_is_left_as_it_was(tmp_path, cluster):
         ray.shutdown()
 
 
-def test_too_small_a_cluster_is_exit_3_in_time_with_both_sides_named(tmp_path, cluster):
+@pytest.mark.parametrize(("placement", "nodes_used"), [("spread", 2), ("pack", 1)])
+def test_stages_are_packed_or_spread_and_a_tp_group_stays_on_one_node(tmp_path, two_nodes, placement, nodes_used):
+    args = ("--engine", "layout", "--device", "cpu", "--tp", "2", "--pp", "2", "--placement", placement)
+    done = Running(tmp_path, *args, "--max-num-seqs", "4", "--address", two_nodes(4).address).finish()
+    assert done.code == 0, done.stderr
+    nodes = [rank["node"] for rank in done.report["ranks"]]
+    assert nodes[0] == nodes[1]
+    assert nodes[2] == nodes[3]
+    assert len(set(nodes)) == nodes_used
+    assert set(nodes) <= {node["id"] for node in done.report["cluster"]["nodes"]}
+
+
+def test_too_small_a_cluster_is_exit_3_in_time_with_both_sides_named(tmp_path, two_nodes):
+    cluster = two_nodes(2)
     done = Running(tmp_path, "--tp", "4", "--pp", "2", "--address", cluster.address, "--start-timeout", "15").finish()
     assert done.code == 3, done.stderr
     assert "8 bundles of 1 CPU" in done.report["error"]
