@@ -33,7 +33,7 @@ class EngineHost:
     def start(self, spec: EngineSpec, shards: Sequence[Any]) -> tuple[str, ...] | RankFailure:
         """Bring the engine up in vLLM's own order, holding before its warm-up until `release`.
 
-        Returns notes for the report (optional arguments that this vLLM does not know), or why it failed.
+        Returns notes for the report (optional arguments that this vLLM cannot have), or why it failed.
         """
         try:
             return self._start(spec, tuple(shards))
@@ -44,7 +44,7 @@ class EngineHost:
         from replayssm_orch.actors import vllm_adapter
 
         vllm_adapter.require_vllm(spec.device)
-        args, dropped = vllm_adapter.engine_arguments(spec.args, spec.optional_args)
+        args, notes = vllm_adapter.engine_arguments(spec.args, spec.optional_args)
         from vllm import LLM
 
         from replayssm_orch.actors import executor
@@ -67,7 +67,7 @@ class EngineHost:
                 distributed_executor_backend=executor.ShardExecutor,
                 **args,
             )
-        return tuple(f"engine argument {name} is unknown to this vLLM and was left out" for name in dropped)
+        return notes
 
     def status(self, since: int) -> EngineStatus:
         """Phase events from number `since` on, and every rank's layouts once the engine is held."""

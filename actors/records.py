@@ -96,8 +96,8 @@ class EngineSpec:
     """What the engine host starts: vLLM engine arguments and, for random weights, the Hugging Face configuration.
 
     `model` is a hub id or directory when the real weights are loaded; otherwise `hf_config` is written to a directory
-    of the host and `model` only names it. `args` are `vllm.EngineArgs` fields; `optional_args` are dropped where the
-    installed vLLM has no such field. `hold_timeout` bounds the hold before `compile_or_warm_up_model`, in seconds.
+    of the host and `model` only names it. `args` are `vllm.EngineArgs` fields; `optional_args` are left out where
+    the installed vLLM cannot have them. `hold_timeout` bounds the hold before `compile_or_warm_up_model`, in seconds.
     """
 
     model: str

@@ -28,20 +28,24 @@ class Shard:
 
     def __init__(self, identity: ShardIdentity) -> None:
         self._log_path = redirect_output(identity.run_id, f"rank-{identity.rank}")
-        from vllm.v1.worker.worker_base import WorkerWrapperBase
-
         from replayssm_orch.actors.vllm_adapter import CompilationMonitor
 
         self._identity = identity
-        self._worker = WorkerWrapperBase(rpc_rank=identity.rank, global_rank=identity.rank)
         self._monitor = CompilationMonitor()
 
+    @cached_property
+    def _worker(self) -> Any:
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+        return WorkerWrapperBase(rpc_rank=self._identity.rank, global_rank=self._identity.rank)
+
     def place(self) -> ShardPlace:
-        """Where this shard runs."""
+        """Where this shard runs. Raises CannotRun where its vLLM lacks an extension point."""
         import ray
 
-        from replayssm_orch.actors.vllm_adapter import device_identity
+        from replayssm_orch.actors.vllm_adapter import device_identity, require_extension_points
 
+        require_extension_points()
         context = ray.get_runtime_context()
         device, device_name, arch = device_identity()
         return ShardPlace(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from operator import attrgetter
 from typing import Any, cast
 
 from replayssm_orch.actors.node_probe import arch_of, cpu_arch
@@ -21,17 +23,23 @@ from replayssm_orch.actors.records import (
 from replayssm_orch.configs.errors import CannotRun, ConfigError
 
 SUPPORTED_VLLM = "0.29 to 0.33"
-# What the executor and the shards need: vLLM's module -> names in it, and the members of its Executor.
+# What the executor and the shards need: vLLM's module -> names in it (or in a class of it), and its Executor's members.
 EXTENSION_POINTS: dict[str, tuple[str, ...]] = {
     "vllm.v1.executor.abstract": ("Executor",),
     "vllm.v1.worker.worker_base": ("WorkerWrapperBase",),
     "vllm.v1.serial_utils": ("run_method",),
     "vllm.model_executor.layers.mamba.abstract": ("MambaBase",),
+    "vllm.v1.outputs": ("AsyncModelRunnerOutput",),
     "vllm.platforms": ("current_platform",),
+    "vllm.platforms.interface": ("Platform.update_block_size_for_backend",),
     "vllm.utils.jit_monitor": ("activate", "_handle_jit_event"),
     "vllm.engine.arg_utils": ("EngineArgs",),
 }
 EXECUTOR_HOOKS = ("_init_executor", "collective_rpc", "check_health", "compile_or_warm_up_model", "get_class")
+# Where a release dispatches Mamba2 ReplaySSM to FlashInfer. One without it has ReplaySSM over Triton only, and its
+# configuration refuses `mamba_backend="flashinfer"` beside `use_replayssm`.
+MAMBA2_FLASHINFER = ("vllm.model_executor.layers.mamba.ops.ssu_dispatch", "selective_state_update_replayssm_flashinfer")
+NO_FLASHINFER_REPLAYSSM = f"this vLLM has no ReplaySSM over FlashInfer ({'.'.join(MAMBA2_FLASHINFER)})"
 
 # `MambaBase.kv_cache` is (convolution, state[, rings…]) and has no names of its own; these are design words.
 _TENSOR_NAMES: dict[Family, tuple[str, ...]] = {
@@ -49,8 +57,6 @@ def missing_capabilities() -> tuple[str, ...]:
         import vllm
     except ImportError as error:
         return (f"vllm cannot be imported ({error})",)
-    from importlib import import_module
-
     missing = []
     for module_name, names in EXTENSION_POINTS.items():
         try:
@@ -58,19 +64,32 @@ def missing_capabilities() -> tuple[str, ...]:
         except ImportError as error:
             missing.append(f"{module_name} ({error})")
             continue
-        missing += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
+        missing += [f"{module_name}.{name}" for name in names if not _has(module, name)]
     if not missing:
         from vllm.v1.executor.abstract import Executor
 
         missing += [f"Executor.{name}" for name in EXECUTOR_HOOKS if not hasattr(Executor, name)]
-    return tuple(f"vLLM {vllm.__version__}: {name}" for name in missing)
+    return tuple(f"vLLM {vllm.__version__} lacks {name}" for name in missing)
+
+
+def _has(module: object, name: str) -> bool:
+    try:
+        attrgetter(name)(module)
+    except AttributeError:
+        return False
+    return True
+
+
+def require_extension_points() -> None:
+    """Raises CannotRun that names every extension point that the installed vLLM lacks."""
+    missing = missing_capabilities()
+    if missing:
+        raise CannotRun(f"this vLLM cannot be driven: {'; '.join(missing)}; use vLLM {SUPPORTED_VLLM}")
 
 
 def require_vllm(device: Device) -> None:
     """Raises CannotRun unless the installed vLLM has the extension points and runs on `device`."""
-    missing = missing_capabilities()
-    if missing:
-        raise CannotRun(f"this vLLM cannot be driven: {'; '.join(missing)}; use vLLM {SUPPORTED_VLLM}")
+    require_extension_points()
     from vllm.platforms import current_platform
 
     if current_platform.device_type != device:
@@ -82,7 +101,7 @@ def require_vllm(device: Device) -> None:
 
 
 def engine_arguments(args: Mapping[str, Any], optional: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Arguments for `vllm.LLM`, and the optional ones that this vLLM's EngineArgs does not know.
+    """Arguments for `vllm.LLM`, and a note for each optional one that this vLLM cannot have.
 
     Raises ConfigError for a required argument that EngineArgs does not know.
     """
@@ -92,8 +111,25 @@ def engine_arguments(args: Mapping[str, Any], optional: Mapping[str, Any]) -> tu
     unknown = sorted(set(args) - known)
     if unknown:
         raise ConfigError(f"--engine-arg {unknown[0]}: not an engine argument of the installed vLLM; remove it")
-    dropped = tuple(sorted(set(optional) - known))
-    return {**{k: v for k, v in optional.items() if k in known}, **args}, dropped
+    left_out = dict.fromkeys(set(optional) - known, "it is unknown to this vLLM")
+    wanted = {**optional, **args}
+    if wanted.get("use_replayssm") and wanted.get("mamba_backend") == "flashinfer" and not has_flashinfer_replayssm():
+        left_out |= dict.fromkeys({"use_replayssm", "mamba_backend"} & set(optional), NO_FLASHINFER_REPLAYSSM)
+    notes = tuple(f"engine argument {name} was left out: {left_out[name]}" for name in sorted(left_out))
+    return {**{name: value for name, value in optional.items() if name not in left_out}, **args}, notes
+
+
+def has_flashinfer_replayssm() -> bool:
+    """Whether the installed vLLM can run ReplaySSM over FlashInfer, for one kind of recurrent layer at least."""
+    from vllm.config import VllmConfig
+
+    if hasattr(VllmConfig, "use_flashinfer_replayssm"):
+        return True
+    module_name, name = MAMBA2_FLASHINFER
+    try:
+        return _has(import_module(module_name), name)
+    except ImportError:
+        return False
 
 
 def device_identity() -> tuple[Device, str, str]:

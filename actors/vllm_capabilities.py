@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeGuard, cast
 
 from replayssm_orch.actors.flashinfer_adapter import gdn_materializer
+from replayssm_orch.actors.vllm_adapter import NO_FLASHINFER_REPLAYSSM, has_flashinfer_replayssm
 from replayssm_orch.actors.vllm_release_view import (
     RELEASE_TRACKERS,
     MixerView,
@@ -62,9 +63,7 @@ def _why_no_replayssm(config: Any) -> str:
     device = config.device_config.device_type
     if device != "cuda":
         return f"no ReplaySSM kernel runs on device {device}"
-    if not hasattr(config.cache_config, "use_replayssm"):
-        return "this vLLM has no ReplaySSM (CacheConfig.use_replayssm)"
-    return REPLAYSSM_OFF
+    return REPLAYSSM_OFF if has_flashinfer_replayssm() else NO_FLASHINFER_REPLAYSSM
 
 
 def vllm_lifecycle() -> CreateLifecycle | Unavailable:

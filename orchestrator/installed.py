@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from replayssm_orch.actors.node_probe import installed_versions
-from replayssm_orch.actors.vllm_adapter import EXECUTOR_HOOKS, EXTENSION_POINTS
+from replayssm_orch.actors.vllm_adapter import EXECUTOR_HOOKS, EXTENSION_POINTS, MAMBA2_FLASHINFER
 from replayssm_orch.orchestrator.diagnosis import Capability
 
 _DISPATCH = "vllm.model_executor.layers.mamba.ops.ssu_dispatch"
@@ -31,7 +31,7 @@ FLASHINFER_MAMBA2_MATERIALIZER = "Mamba2 materializer"
 _CAPABILITIES: dict[str, tuple[str, str]] = {
     VLLM_LIFECYCLE: (_DISPATCH, "ReplaySSMModelContext"),
     VLLM_GDN: ("vllm.config.vllm", "VllmConfig.is_gdn_replayssm_enabled"),
-    VLLM_MAMBA2: (_DISPATCH, "selective_state_update_replayssm_flashinfer"),
+    VLLM_MAMBA2: MAMBA2_FLASHINFER,
     VLLM_DUMMY_SLOTS: ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner._dummy_run.valid_dummy_state_slots"),
     VLLM_GROWABLE: ("vllm.v1.worker.extensible_kv_cache", "ensure_kv_cache_blocks"),
     FLASHINFER_GDN: (

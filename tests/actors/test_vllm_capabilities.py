@@ -12,6 +12,7 @@ import torch
 from layouts import MINI_MAMBA2, layout_engine
 
 from replayssm_orch.actors.layout_engine import LayoutEngine
+from replayssm_orch.actors.vllm_adapter import MAMBA2_FLASHINFER, NO_FLASHINFER_REPLAYSSM
 from replayssm_orch.actors.vllm_capabilities import adapt_runner, growable_cache, vllm_lifecycle
 from replayssm_orch.actors.warmups.capabilities import Unavailable
 from replayssm_orch.actors.warmups.guard import guarded_slots
@@ -108,17 +109,18 @@ def test_the_guard_clears_all_three_trackers_of_a_release() -> None:
 
 
 @pytest.mark.parametrize("off", [{"use_replayssm": False}, {"backend": TRITON}])
-def test_without_flashinfer_replayssm_nothing_runs(off) -> None:
+def test_without_flashinfer_replayssm_nothing_runs(off, monkeypatch) -> None:
+    monkeypatch.setattr(".".join(MAMBA2_FLASHINFER), object(), raising=False)
     runner = ReleaseRunner(layout_engine(MINI_MAMBA2), **off)
     outcome = states(runner)
     assert {reason for _, reason in outcome.values()} == {"FlashInfer ReplaySSM is off in this configuration"}
     assert not runner.runs
 
 
-def test_a_release_without_use_replayssm_says_so() -> None:
-    runner = ReleaseRunner(layout_engine(MINI_MAMBA2))
-    del runner.vllm_config.cache_config.use_replayssm
-    assert set(states(runner).values()) == {("skipped", "this vLLM has no ReplaySSM (CacheConfig.use_replayssm)")}
+def test_a_release_with_replayssm_over_triton_only_says_so(monkeypatch) -> None:
+    monkeypatch.delattr(".".join(MAMBA2_FLASHINFER), raising=False)
+    runner = ReleaseRunner(layout_engine(MINI_MAMBA2), backend=TRITON)
+    assert set(states(runner).values()) == {("skipped", NO_FLASHINFER_REPLAYSSM)}
 
 
 def test_a_dummy_run_that_cannot_use_real_slots_is_a_skip() -> None:

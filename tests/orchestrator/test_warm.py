@@ -1,6 +1,9 @@
 """`warm` on the CPU with a real Ray and real vLLM engines: what a run finds, and what its folder holds."""
 
+import importlib.util
 import json
+import os
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -8,6 +11,20 @@ from click.testing import CliRunner
 from replayssm_orch.orchestrator.__main__ import main
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+
+
+def vllm_with_renamed(path: str, name: str, root: Path) -> Path:
+    """Under `root`, the installed vLLM (links) with `name` renamed in the module file `path`; returns `root`."""
+    (installed,) = importlib.util.find_spec("vllm").submodule_search_locations
+    source, target = Path(installed), root / "vllm"
+    for part in Path(path).parts:
+        target.mkdir(parents=True)
+        for entry in source.iterdir():
+            if entry.name != part:
+                (target / entry.name).symlink_to(entry)
+        source, target = source / part, target / part
+    target.write_text(source.read_text().replace(name, f"Renamed{name}"))
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +119,12 @@ def test_an_engine_that_refuses_its_arguments_fails_with_its_own_words(warm_once
     assert done.report["state"] == "failed"
     assert "max_model_len" in done.report["error"]
     assert (done.folder / "logs" / "engine.log").exists()
+
+
+def test_a_vllm_without_an_extension_point_ends_with_exit_3_and_its_name(warm_once, tmp_path):
+    other = vllm_with_renamed("v1/worker/worker_base.py", "WorkerWrapperBase", tmp_path)
+    path = os.pathsep.join([str(other), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = warm_once("--tp", "1", PYTHONPATH=path)
+    assert done.code == 3, done.stderr
+    assert "lacks vllm.v1.worker.worker_base.WorkerWrapperBase" in done.report["error"]
+    assert "use vLLM 0.29 to 0.33" in done.report["error"]
