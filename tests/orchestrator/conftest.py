@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -30,6 +32,8 @@ class Finished:
 class Running:
     """A `warm` in its own process group, started in `cwd`."""
 
+    started: ClassVar[list[Running]] = []
+
     def __init__(self, cwd: Path, *args: str, **environment: str) -> None:
         self.cwd = cwd
         self.out, self.err = cwd / "stdout", cwd / "stderr"
@@ -42,6 +46,7 @@ class Running:
                 start_new_session=True,
                 env={**os.environ, **environment},
             )
+        Running.started.append(self)
 
     def wait_for(self, text: str, seconds: float = 120) -> None:
         """Until standard error holds `text`."""
@@ -69,6 +74,17 @@ def assert_all_gone(processes: list[psutil.Process], seconds: float = 15) -> Non
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not alive, [p.cmdline() for p in alive]
+
+
+@pytest.fixture(autouse=True)
+def no_run_outlives_its_test():
+    """A test that fails while its run goes on ends it."""
+    yield
+    while Running.started:
+        process = Running.started.pop().process
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(60)
 
 
 @pytest.fixture(scope="module")

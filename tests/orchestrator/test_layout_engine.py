@@ -55,7 +55,7 @@ def test_a_capacity_without_a_free_slot_fails_with_the_rules_own_error(warm_once
 def test_a_rank_that_dies_in_a_step_ends_all_and_is_named(tmp_path):
     # Enough blocks and sizes that the decode step lasts for a while.
     run = Running(tmp_path, "--engine", "layout", "--device", "cpu", "--tp", "2", "--max-num-seqs", "512")
-    run.wait_for("lifecycle")
+    run.wait_for("layouts:")
     processes = run.descendants()
     victim = next(p for p in processes if "ray::LayoutShard" in " ".join(p.cmdline()))
     victim.send_signal(signal.SIGKILL)
@@ -69,7 +69,7 @@ def test_a_rank_that_dies_in_a_step_ends_all_and_is_named(tmp_path):
 
 def test_ctrl_c_in_a_step_ends_everything(tmp_path):
     run = Running(tmp_path, "--engine", "layout", "--device", "cpu", "--tp", "2", "--max-num-seqs", "512")
-    run.wait_for("lifecycle")
+    run.wait_for("layouts:")
     processes = run.descendants()
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.finish(60).code == 130
