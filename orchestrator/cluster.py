@@ -10,17 +10,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from replayssm_orch.actors.node_probe import describe_node, installed_versions
 from replayssm_orch.actors.records import NodeInfo
 from replayssm_orch.configs.errors import CannotRun, ConfigError
 from replayssm_orch.orchestrator.placement import NodeCapacity
 
+K = TypeVar("K")
+R = TypeVar("R")
 # Prefixes of the driver's environment that reach the actors of a borrowed cluster; a local Ray inherits all of it.
 _FORWARDED = ("VLLM_", "NCCL_", "FLASHINFER_", "TRITON_", "CUTE_DSL_", "GDN_", "SGLANG_GDN_")
 # The packages whose versions must agree on all nodes that hold shards.
@@ -87,11 +89,11 @@ def connect(address: str | None, ranks: int, timeout: float) -> Iterator[Cluster
                 _check_alive(address, timeout)
                 ray.init(address=address, runtime_env=_shipped_project(Path(staging)), **quiet)
                 cluster = Cluster(borrowed=True)
-        except (RuntimeError, ValueError, OSError, OverflowError) as error:
+        except BaseException as error:
             ray.shutdown()
-            raise CannotRun(_connect_error(address, error)) from error
-        except BaseException:
-            ray.shutdown()
+            # Ray raises a bare Exception when a node does not come up in time.
+            if isinstance(error, Exception):
+                raise CannotRun(_connect_error(address, error)) from error
             raise
         try:
             yield cluster
@@ -122,7 +124,9 @@ def _check_alive(address: str, timeout: float) -> None:
     except subprocess.TimeoutExpired:
         raise ConnectionError(f"no answer within {timeout:g} s") from None
     if answer.returncode:
-        raise ConnectionError("its health check failed")
+        raise ConnectionError(
+            "its health check failed; if the cluster asks for a token, set RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN"
+        )
 
 
 def _shipped_project(staging: Path) -> dict[str, Any]:
@@ -201,32 +205,25 @@ def check_nodes(nodes: Sequence[NodeInfo], engine: str) -> None:
         )
 
 
-def read_remote_logs(
-    cluster: Cluster, files: Mapping[str, tuple[str, str]], limit: int, timeout: float
-) -> dict[str, bytes]:
-    """The logs named in `files` (name -> node id, path on that node), removed there; absent where out of reach.
-
-    Each is cut to its last `limit` bytes. Takes at most `timeout` seconds.
-    """
+def run_on_nodes(
+    function: Callable[..., R], arguments: Mapping[K, tuple[str, tuple[Any, ...]]], timeout: float
+) -> dict[K, R]:
+    """`function(*args)` in a task on the node of each entry (key -> node id, args); what fails or is late is absent."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from replayssm_orch.actors.rank_log import take_log
-
-    task = ray.remote(take_log)
+    task = ray.remote(function)
     refs = {
         task.options(
             num_cpus=0,
             max_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        ).remote(path, limit): name
-        for name, (node_id, path) in files.items()
+        ).remote(*args): key
+        for key, (node_id, args) in arguments.items()
     }
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout) if refs else ([], [])
-    logs: dict[str, bytes] = {}
+    results: dict[K, R] = {}
     for ref in done:
-        try:
-            logs[refs[ref]] = ray.get(ref)
-        except ray.exceptions.RayError:
-            continue
-    return logs
+        with suppress(ray.exceptions.RayError):
+            results[refs[ref]] = ray.get(ref)
+    return results

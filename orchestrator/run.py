@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from replayssm_orch.actors.failures import one_line
+from replayssm_orch.actors.leftovers import mapped_segments, remove_segments
+from replayssm_orch.actors.rank_log import take_log
 from replayssm_orch.actors.records import Device, NodeInfo, RankFailure
 from replayssm_orch.configs.checks import check_parallel
 from replayssm_orch.configs.errors import CannotRun, UserError
@@ -24,8 +26,8 @@ from replayssm_orch.orchestrator.cluster import (
     check_nodes,
     connect,
     probe_nodes,
-    read_remote_logs,
     resolve_address,
+    run_on_nodes,
 )
 from replayssm_orch.orchestrator.dedup import deduplicate
 from replayssm_orch.orchestrator.engines import Engine, LayoutEngineRun, VllmEngine
@@ -101,7 +103,8 @@ class WarmRun:
             problems = rank_problems(self.facts)
             state = ("warm" if self.facts.device == "cuda" else "prepared") if not problems else "failed"
             code, error = (0, None) if not problems else (1, problems[0])
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
+            # SystemExit: until Ray's start-up is over, its own handler has SIGTERM.
             code, error, state = 130, "interrupted; everything that the run started was ended", "interrupted"
         except RunFailed as failed:
             self.facts.failure = failed.failure
@@ -128,7 +131,7 @@ class WarmRun:
         check_parallel(self._spec, config, device)
         facts.device = device
         group = self._place(cluster, device, start)
-        cleanup.callback(self._clean_up, cluster, group)
+        cleanup.callback(self._clean_up, group)
         run_engine = LayoutEngineRun if config.engine == "layout" else VllmEngine
         engine = run_engine(self._watch, group, config, self._spec, device)
         engine.bring_up(start)
@@ -225,10 +228,23 @@ class WarmRun:
     def _step_bound(self) -> Bound:
         return Bound("--step-timeout", self._config.step_timeout)
 
-    def _clean_up(self, cluster: Cluster, group: ShardGroup) -> None:
-        """End the actors, then bring their logs into the run folder."""
+    def _clean_up(self, group: ShardGroup) -> None:
+        """End the actors, then bring their logs into the run folder and remove the shared memory that they leave."""
+        pids: dict[str, list[int]] = {}
+        for shard in self.facts.places:
+            pids.setdefault(shard.node_id, []).append(shard.pid)
+        segments = run_on_nodes(
+            mapped_segments, {node: (node, (of_node,)) for node, of_node in pids.items()}, _CLEANUP_SECONDS
+        )
         group.kill()
-        logs = read_remote_logs(cluster, group.log_files(), _LOG_BYTES, _CLEANUP_SECONDS)
+        logs = run_on_nodes(
+            take_log,
+            {name: (node, (path, _LOG_BYTES)) for name, (node, path) in group.log_files().items()},
+            _CLEANUP_SECONDS,
+        )
+        run_on_nodes(
+            remove_segments, {node: (node, (paths,)) for node, paths in segments.items() if paths}, _CLEANUP_SECONDS
+        )
         for name in group.log_files():
             content = logs.get(name)
             if content is None:

@@ -180,5 +180,5 @@ def _no_capacity(placement: Placement, cluster: Cluster, start_timeout: float) -
     return (
         f"--start-timeout {start_timeout:g}: asked for {describe_bundles(placement)} ({placement.strategy}); "
         f"the cluster has {describe_nodes(cluster.capacities())}, free now {free.get('CPU', 0):g} CPU and "
-        f"{free.get('GPU', 0):g} GPU; free or add nodes, or lower --tp or --pp"
+        f"{free.get('GPU', 0):g} GPU; free or add nodes, raise --start-timeout, or lower --tp or --pp"
     )

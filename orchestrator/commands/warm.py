@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def warm(config_file: Path | None, as_json: bool, engine_args: tuple[str, ...], 
     from replayssm_orch.orchestrator.run import warm as run_warm
     from replayssm_orch.orchestrator.summary import summarize
 
-    with progress() as shown:
+    # Ray prints what its servers report: standard output is the report's alone.
+    with contextlib.redirect_stdout(sys.stderr), progress() as shown:
         report, code, folder = run_warm(config, command_line(), shown)
     if as_json:
         click.echo(to_json(report))

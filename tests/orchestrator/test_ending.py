@@ -10,6 +10,8 @@ import ray
 from conftest import Running, assert_all_gone
 from ray.cluster_utils import Cluster
 
+from replayssm_orch.actors.leftovers import mapped_segments
+
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 
 
@@ -28,6 +30,15 @@ def test_ctrl_c_ends_everything_with_130(tmp_path, moment):
     assert done.code == 130, done.stderr
     assert done.report["state"] == "interrupted"
     assert_all_gone(processes)
+
+
+def test_sigterm_while_ray_starts_is_an_interrupt_with_a_report(tmp_path):
+    run = Running(tmp_path, "--tp", "1")
+    while not any("gcs_server" in p.name() for p in run.descendants()):
+        time.sleep(0.05)
+    run.process.send_signal(signal.SIGTERM)
+    done = run.finish(60)
+    assert (done.code, done.report["state"]) == (130, "interrupted")
 
 
 def test_sigterm_is_an_interrupt_too(tmp_path):
@@ -57,12 +68,15 @@ def test_a_killed_shard_ends_the_run_with_its_rank_named(tmp_path):
 
 
 def test_after_a_good_run_nothing_is_left(tmp_path):
-    run = Running(tmp_path, "--tp", "1")
-    run.wait_for("initialize_from_config")
+    run = Running(tmp_path, "--tp", "2")
+    run.wait_for("load_model")
     processes = run.descendants()
+    segments = mapped_segments([process.pid for process in processes])
+    assert segments, "vLLM's ranks talk through shared memory"
     done = run.finish()
     assert done.code == 0, done.stderr
     assert_all_gone(processes)
+    assert [path for path in segments if os.path.exists(path)] == []
 
 
 @pytest.fixture
