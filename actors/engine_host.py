@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import threading
 import traceback
@@ -14,21 +13,18 @@ from typing import Any
 from replayssm_orch.actors.failures import one_line
 from replayssm_orch.actors.rank_log import redirect_output
 from replayssm_orch.actors.records import EngineSpec, EngineStatus, PhaseEvent, RankFailure, RankLayouts, Request
+from replayssm_orch.configs.models import write_model_dir
 
 
 class EngineHost:
     """Holds one vLLM engine. A threaded actor: `status` and `release` answer while `start` runs."""
 
     def __init__(self, run_id: str) -> None:
-        self._log_path = redirect_output(run_id, "engine")
+        redirect_output(run_id, "engine")
         self._events: list[PhaseEvent] = []
         self._held: tuple[RankLayouts, ...] | None = None
         self._released = threading.Event()
         self._engine: Any = None
-
-    def log_path(self) -> str:
-        """This actor's log on its node."""
-        return self._log_path
 
     def start(self, spec: EngineSpec, shards: Sequence[Any]) -> tuple[str, ...] | RankFailure:
         """Bring the engine up in vLLM's own order, holding before its warm-up until `release`.
@@ -59,7 +55,7 @@ class EngineHost:
             model = spec.model
             if spec.hf_config is not None:
                 model = directory
-                Path(directory, "config.json").write_text(json.dumps(dict(spec.hf_config)))
+                write_model_dir(spec.hf_config, Path(directory))
             self._engine = LLM(
                 model=model,
                 tensor_parallel_size=spec.tp,

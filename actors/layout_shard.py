@@ -23,7 +23,7 @@ class LayoutShard:
     """Owns one layout engine. Offers the driver what `Shard` offers, less vLLM's worker calls."""
 
     def __init__(self, identity: ShardIdentity, spec: LayoutSpec) -> None:
-        self._log_path = redirect_output(identity.run_id, f"rank-{identity.rank}")
+        redirect_output(identity.run_id, f"rank-{identity.rank}")
         self._identity = identity
         self._spec = spec
         from replayssm_orch.actors.flashinfer_monitor import FlashInferMonitor
@@ -46,7 +46,6 @@ class LayoutShard:
             device_name=torch.cuda.get_device_name() if cuda else "cpu",
             gpu_ids=tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ())),
             arch=arch_of(*torch.cuda.get_device_capability()) if cuda else cpu_arch(),
-            log_path=self._log_path,
         )
 
     @sendable

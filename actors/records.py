@@ -66,7 +66,6 @@ class ShardPlace:
     device_name: str
     gpu_ids: tuple[str, ...]
     arch: str
-    log_path: str
 
 
 @dataclass(frozen=True, slots=True)

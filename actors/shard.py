@@ -27,7 +27,7 @@ class Shard:
     """Owns one vLLM worker process: created empty, then brought up by the executor's calls."""
 
     def __init__(self, identity: ShardIdentity) -> None:
-        self._log_path = redirect_output(identity.run_id, f"rank-{identity.rank}")
+        redirect_output(identity.run_id, f"rank-{identity.rank}")
         from replayssm_orch.actors.vllm_adapter import CompilationMonitor
 
         self._identity = identity
@@ -57,7 +57,6 @@ class Shard:
             device_name=device_name,
             gpu_ids=tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ())),
             arch=arch,
-            log_path=self._log_path,
         )
 
     def rendezvous(self) -> str:

@@ -59,10 +59,10 @@ def load_model_spec(model: str, revision: str | None = None) -> ModelSpec:
     return _spec(model, source, _read_config(model, _fetch_config(model, revision)))
 
 
-def write_model_dir(spec: ModelSpec, path: Path) -> Path:
+def write_model_dir(hf_config: Mapping[str, Any], path: Path) -> Path:
     """Write what vLLM needs to start the model with random weights and no tokenizer: `path/config.json`."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(spec.hf_config, indent=2), encoding="utf-8")
+    (path / "config.json").write_text(json.dumps(dict(hf_config), indent=2), encoding="utf-8")
     return path
 
 

@@ -26,7 +26,7 @@ def model_dir(path: Path, config: object) -> str:
 
 def transformers_reading(spec: ModelSpec, path: Path) -> Any:
     transformers = pytest.importorskip("transformers")
-    return transformers.AutoConfig.from_pretrained(write_model_dir(spec, path))
+    return transformers.AutoConfig.from_pretrained(write_model_dir(spec.hf_config, path))
 
 
 def test_the_presets_of_the_command_reference_are_there() -> None:
@@ -120,7 +120,7 @@ def test_a_directory_is_read_and_written_back(tmp_path: Path) -> None:
     spec = load_model_spec(model_dir(tmp_path / "model", config))
     assert spec.source == "directory"
     assert spec.layer_kinds == load_model_spec("tiny-mamba2").layer_kinds
-    again = load_model_spec(str(write_model_dir(spec, tmp_path / "copy")))
+    again = load_model_spec(str(write_model_dir(spec.hf_config, tmp_path / "copy")))
     assert again.hf_config == spec.hf_config == config
 
 
